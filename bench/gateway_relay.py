@@ -43,13 +43,13 @@ from quire.types import Sampling
 from quire.v1 import inference_pb2_grpc
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
+from services.gateway.access_control import AccessControl
 from services.gateway.api import Generator
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
-from services.gateway.frontend.service import SERVICE_NAME, InferenceService
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.grpc.service import SERVICE_NAME, InferenceService
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.logging import configure_logging

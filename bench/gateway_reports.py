@@ -22,7 +22,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
 from services.gateway.config import GatewayOptions
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
 from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker

@@ -2,6 +2,7 @@ from quire.v1 import logprobs_pb2 as _logprobs_pb2
 from quire.v1 import ticket_pb2 as _ticket_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -44,19 +45,39 @@ class PrefillConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
-    __slots__ = ("ticket", "prompt_logprobs")
+    __slots__ = ("ticket", "prompt_logprobs", "pooling")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
     prompt_logprobs: int
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    pooling: Pooling
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+
+class Pooling(_message.Message):
+    __slots__ = ("mode", "dimensions")
+    class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MODE_UNSPECIFIED: _ClassVar[Pooling.Mode]
+        MODE_LAST: _ClassVar[Pooling.Mode]
+        MODE_MEAN: _ClassVar[Pooling.Mode]
+    MODE_UNSPECIFIED: Pooling.Mode
+    MODE_LAST: Pooling.Mode
+    MODE_MEAN: Pooling.Mode
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    mode: Pooling.Mode
+    dimensions: int
+    def __init__(self, mode: _Optional[_Union[Pooling.Mode, str]] = ..., dimensions: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("ticket", "outputs", "prompt_logprobs")
+    __slots__ = ("ticket", "outputs", "prompt_logprobs", "embedding")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.TicketState
     outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -65,7 +65,7 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position", "logprobs", "score", "embedding", "num_drafts", "num_accepted")
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position", "logprobs", "score", "num_drafts", "num_accepted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +74,6 @@ class SequenceOutput(_message.Message):
     POSITION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
-    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -85,10 +84,9 @@ class SequenceOutput(_message.Message):
     position: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
     score: float
-    embedding: _containers.RepeatedScalarFieldContainer[float]
     num_drafts: int
     num_accepted: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., score: _Optional[float] = ..., embedding: _Optional[_Iterable[float]] = ..., num_drafts: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., score: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()

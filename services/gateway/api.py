@@ -3,17 +3,19 @@
 The gRPC and the HTTP server both call `Generator`; nothing here depends on either.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from quire.types import Candidate, Usage
+from quire.types import Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
-from services.gateway.parsing.parts import Part
+from services.gateway.output.delta import Delta, Received
 from services.model.structured.structure import Structure
-from services.protocol.ticket import EarlyStopping, FinishReason
+from services.protocol.ticket import EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,6 @@ class RequestedBeams:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedEmbedding:
-    """Asks for the embedding of the prompt instead of text."""
-
-    dimensions: int | None = None
-    """None: all."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedSampling:
     """The sampling parameters that the client sent, not checked yet.
 
@@ -123,8 +117,6 @@ class RequestedSampling:
     beam: RequestedBeams | None = None
     structure: Structure | None = None
     """The form of the text; None: any."""
-    embedding: RequestedEmbedding | None = None
-    """Set: no other parameter but `max_tokens`, which is 1, has a meaning."""
 
     @property
     def width(self) -> int:
@@ -132,19 +124,15 @@ class RequestedSampling:
         return self.n if self.beam is None else self.beam.width
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """The part of one sequence that the client received before its stream broke."""
-
-    index: int
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Set if the client received the whole sequence."""
+def new_resume_token() -> str:
+    """256 random bits."""
+    return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A client's request, as the gRPC or HTTP server received it; admission checks it."""
+    """What a client asks for, as the gRPC or HTTP server received it; admission checks it and makes
+    a `services.gateway.request.request.Request` of it."""
 
     prompt: Prompt
     request_id: str = ""
@@ -158,9 +146,8 @@ class GenerationRequest:
     received: tuple[Received, ...] | None = None
     """The sequences of which the client received something in a call that broke. None: a new
     request."""
-    resume_token: str = ""
-    """The secret that a client needs to continue the request; the server generates one if it is
-    empty."""
+    resume_token: str = field(default_factory=new_resume_token, compare=False)
+    """The secret that a client needs to continue the request."""
     echo: bool = False
     """Report the prompt too."""
     add_special_tokens: bool = True
@@ -176,63 +163,35 @@ class GenerationRequest:
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
-    """The caller of the call that makes this request; access control replaces it by the account's
-    newest."""
+    """The caller of the call that makes this request."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The logprobs at one position."""
+class EmbeddingRequest:
+    """What a client asks for that wants the embedding of a prompt. Its fields are as those of
+    `GenerationRequest`."""
 
-    chosen: Candidate
-    """The token at that position."""
-    top: tuple[Candidate, ...]
-    """The likeliest tokens, likeliest first."""
-    text_offset: int
-    """Number of characters of the text before the token."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """The prompt, as reported to a client that asked for an echo or for prompt logprobs."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    first_token: bytes
-    """See `Candidate.token`."""
-    logprobs: tuple[TokenLogprobs, ...]
-    """Of each token except the first; empty if the client asked for no prompt logprobs."""
+    prompt: Prompt
+    request_id: str = ""
+    model: str = ""
+    dimensions: int | None = None
+    """The number of values of the embedding; None: all."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    received: ClassVar[None] = None
+    """An embedding is not resumed: its client asks again."""
+    resume_token: str = field(default_factory=new_resume_token, compare=False)
+    add_special_tokens: bool = True
+    is_further: bool = False
+    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """The tokens and the text that a sequence gained since its previous delta."""
-
+class Embedding:
     request_id: str
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    """Whole characters only. No part of a stop string, unless the request asks to include it."""
-    finish_reason: FinishReason | None = None
-    """Set in the last delta of a sequence."""
-    stopped_by: str | int | None = None
-    """The stop string or stop token id that ended the sequence, in its last delta."""
-    usage: Usage | None = None
-    """In the last delta of the request; with `running_usage` in every delta."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, if the request asks for logprobs."""
-    prompt: PromptReport | None = None
-    """In the first delta of the request, if it asks for the prompt or its logprobs."""
-    score: float | None = None
-    """The sequence's score, if a beam search found it."""
-    parts: tuple[Part, ...] | None = None
-    """The parts of the message that `text` completes; None: the message is not parsed."""
-    has_calls: bool = False
-    """Whether the message has a tool call so far."""
-    num_reasoning_tokens: int = 0
-    """Tokens of the sequence so far between the tags that begin and end reasoning."""
-    embedding: tuple[float, ...] = ()
-    """If the request asks for one."""
+    values: tuple[float, ...]
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,16 +234,23 @@ class Tokenized:
     max_model_len: int
 
 
+Deltas = AbstractAsyncContextManager[AsyncIterator[Delta]]
+"""An answer that is read delta by delta while its block is open."""
+
+
 class Generator(Protocol):
     """Generates text for requests: the gateway, as its gRPC and HTTP servers see it."""
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to one request. Closing the generator cancels the request at every
-        process that works on it.
+    def generate(self, request: GenerationRequest) -> Deltas:
+        """Opens the answer to one request. Leaving the block cancels the request at every process
+        that works on it.
 
-        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull, NoWorker,
-        DeadlineExceeded or PoisonRequest (services.runtime.errors), usually before the first delta.
+        Opening and reading raise InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest,
+        QueueFull, NoWorker, DeadlineExceeded or PoisonRequest (services.runtime.errors).
         """
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """The embedding of a prompt. Raises as `generate`."""
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""

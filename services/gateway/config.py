@@ -11,7 +11,7 @@ from quire.options.gateway import ListenerOptions, RequestOptions
 from quire.options.shared import SeveralTexts
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
-from services.gateway.models.model_names import parse_aliases
+from services.gateway.workers.models.model_names import parse_aliases
 from services.runtime.config import env_prefix
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles, given_files, service_tls

@@ -2,43 +2,38 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from services.gateway.access.caller import EVERYONE, Caller
-from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.api import (
-    Delta,
+    Embedding,
+    EmbeddingRequest,
     GenerationRequest,
     ServedModel,
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.chat.admission import admit, check_priority
+from services.gateway.chat.embeddings import admit_embedding
+from services.gateway.chat.outputs import open_output
+from services.gateway.chat.prompts import check_token_ids, tokenize_prompt
 from services.gateway.config import GatewayOptions
-from services.gateway.identity import check_identity, client_id, scoped_id, with_resume_token
-from services.gateway.intake.admission import admit, check_priority
-from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
-from services.gateway.models.catalog import Model
-from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
-from services.gateway.parsing.message import MessageParser
-from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.identity import check_identity, client_id, scoped_id
+from services.gateway.output.output import Output
+from services.gateway.output.rests import WriteRests
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
-from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.streaming.logprob_text import PromptReporter
-from services.gateway.streaming.output import Meter, Output, RequestStats
-from services.gateway.streaming.rests import WriteRests
-from services.gateway.streaming.sequence import Sequence
-from services.gateway.streaming.text import Text
+from services.gateway.workers.adapters import GatewayAdapters, ServedAdapter
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
-from services.model.text.detokenizer import Detokenizer
-from services.model.text.stop_strings import StopMatcher
+from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.protocol.ticket import Adapter
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -79,13 +74,31 @@ class Gateway:
         self._options = options
         self._tracer = tracer
         self._rests = WriteRests()
+        self._clock = asyncio.get_running_loop().time
         self._num_tokenizing = 0
         self._aliases = parse_aliases(options.model_aliases)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
+        async with self._accepted(request) as (_, output):
+            yield output
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`. Also raises as `generate`."""
+        async with self._accepted(request) as (accepted, output):
+            async for _ in output:
+                pass  # it has no sequences, and so no delta before its end
+            name, usage = client_id(accepted.id), output.stats.usage()
+            return Embedding(name, accepted.embedding, usage)
+
+    @asynccontextmanager
+    async def _accepted(
+        self, request: GenerationRequest | EmbeddingRequest
+    ) -> AsyncIterator[tuple[Request, Output]]:
+        """Admits a request, which runs until the block is left, and opens its output."""
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
         try:
@@ -104,39 +117,46 @@ class Gateway:
                 trace.refuse(error, code_of(error))
             raise
         try:
-            async for delta in output:
-                yield delta
+            yield running, output
         finally:
             running.end_call(output)
 
     async def _enqueue(
-        self, request: GenerationRequest, name: str, trace: RequestTrace | None
+        self,
+        asked: GenerationRequest | EmbeddingRequest,
+        name: str,
+        trace: RequestTrace | None,
     ) -> tuple[Request, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
-        arrived_at = asyncio.get_running_loop().time()
-        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
-        caller = request.caller
+        options, caller, arrived_at = self._options, asked.caller, self._clock()
         check_priority(
-            request.priority,
-            client_priority=self._options.client_priority,
+            asked.priority,
+            client_priority=options.client_priority,
             ceiling=caller.priority_ceiling,
         )
-        request_id = scoped_id(name, with_resume_token(request).resume_token, caller.key)
-        resumes = request.received is not None
+        request_id = scoped_id(name, asked.resume_token, caller.key)
+        resumes = asked.received is not None
         with self._dispatcher.admitting(request_id, caller.client, resumes=resumes):
             try:
-                async with asyncio.timeout_at(deadline):
-                    model, served, adapter = await self._served(request.model, caller)
-                    admitted = await admit(request, request_id, model, served, arrived_at, deadline)
-                    caller.charge(len(admitted.prompt_token_ids))
-                    meter = self._request_metrics.meter(admitted.model, admitted.caller)
-                    reports = self._options.report_cached_tokens
-                    output = open_output(request, admitted, served, meter, self._rests, reports)
+                async with asyncio.timeout(asked.timeout_s):
+                    model, served, adapter = await self._served(asked.model, caller)
+                    if isinstance(asked, EmbeddingRequest):
+                        request = await admit_embedding(asked, request_id, model, served, adapter)
+                    else:
+                        request = await admit(asked, request_id, model, served, adapter)
+                    caller.charge(len(request.prompt_token_ids))
+                    open_output(
+                        *(request, served.model, arrived_at),
+                        meter=self._request_metrics.meter(model, caller),
+                        rests=self._rests,
+                        reports_cached=options.report_cached_tokens,
+                    )
                     if trace is not None:
-                        trace.admit(admitted)
-                    admitted = replace(admitted, trace=trace, adapter=adapter)
-                    return await self._dispatcher.enqueue(admitted, output), output
+                        trace.admit(request)
+                        request.trace = trace
+                    running = await self._dispatcher.enqueue(request, resumes=resumes)
+                    return running, request.output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
@@ -222,7 +242,7 @@ class Gateway:
         `patience_s` while no worker of any model is there, or none of a model of the deployment,
         since one may be about to start, and up to `start_patience_s` while a worker is starting;
         then raise NoWorker."""
-        clock, options = asyncio.get_running_loop().time, self._options
+        clock, options = self._clock, self._options
         until, limit = clock() + options.patience_s, clock() + options.start_patience_s
         while True:
             seen = self._changes.num_changes
@@ -276,56 +296,7 @@ class Gateway:
         return None if self._adapters is None else await self._adapters.find(name)
 
 
-def open_output(
-    asked: GenerationRequest,
-    request: AdmittedRequest,
-    served: ModelPools,
-    meter: Meter,
-    rests: WriteRests | None,
-    reports_cached: bool,
-) -> Output:
-    """The output of a request, with what its client has received. `reports_cached`: also to clients
-    without a cache salt, whose cached prefixes other clients may have sent. (Tenants have one.)"""
-    model = served.model
-    reports_prompt = asked.echo or request.prompt_logprobs is not None
-    reporter = PromptReporter(asked.prompt, request.prompt_token_ids, model.tokenizer)
-    reports = reports_cached or bool(request.cache_salt)
-    stats = RequestStats(len(request.prompt_token_ids), request.arrived_at, reports)
-    output = Output(
-        client_id(request.request_id),
-        stats,
-        [_sequence(index, request, model) for index in range(request.num_sequences)],
-        meter,
-        asyncio.get_running_loop().time,
-        reporter if reports_prompt and not request.has_received_tokens else None,
-        rests,
-    )
-    output.running_usage = asked.running_usage
-    output.replay(request.received or ())
-    return output
-
-
 def _dtype(engine: Mapping[str, str]) -> str:
     """The kind of a worker's weights; empty if it does not tell."""
     quantize = engine.get("quantize", "none")
     return engine.get("dtype", "") if quantize == "none" else quantize
-
-
-def _sequence(index: int, request: AdmittedRequest, model: Model) -> Sequence:
-    parsing, skips = request.parsing, request.skip_special_tokens
-    detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
-    if parsing is not None and skips:
-        detokenizer = Detokenizer(model.message_pieces)
-    text = Text(
-        detokenizer,
-        StopMatcher(request.stop, included=request.include_stop_str),
-        min_tokens=request.sampling.min_tokens,
-        includes_end=request.include_stop_str,
-    )
-    return Sequence(
-        index,
-        text,
-        frozenset(request.sampling.stop_token_ids),
-        None if request.sampling.logprobs is None else model.tokenizer,
-        MessageParser(parsing, f"{request.request_id}/{index}") if parsing else None,
-    )

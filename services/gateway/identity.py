@@ -7,10 +7,8 @@ whether the first one exists. That holds for another key even with a stolen toke
 
 import base64
 import hashlib
-import secrets
-from dataclasses import replace
 
-from services.gateway.api import GenerationRequest
+from services.gateway.api import EmbeddingRequest, GenerationRequest
 from services.gateway.checks import check_text, require
 
 MAX_ID_CHARS = 256
@@ -20,7 +18,7 @@ _SEPARATOR = "~"
 _DIGEST_BYTES = 16
 
 
-def check_identity(request: GenerationRequest) -> None:
+def check_identity(request: GenerationRequest | EmbeddingRequest) -> None:
     """Raises InvalidRequest if the id or the resume token is not usable, or if `received` comes
     without them."""
     check_text("request_id", request.request_id, MAX_ID_CHARS)
@@ -44,13 +42,6 @@ def check_identity(request: GenerationRequest) -> None:
         "came with its first response",
         "received",
     )
-
-
-def with_resume_token(request: GenerationRequest) -> GenerationRequest:
-    """`request` with a resume token: a new request without one gets a random one."""
-    if request.resume_token or request.received is not None:
-        return request
-    return replace(request, resume_token=secrets.token_urlsafe(32))
 
 
 def scoped_id(request_id: str, resume_token: str, key: str = "") -> str:

@@ -15,25 +15,25 @@ from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
-from services.gateway.adapters import GatewayAdapters
+from services.gateway.access_control import AccessControl
 from services.gateway.api import Generator
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
-from services.gateway.frontend import service
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
-from services.gateway.frontend.adapters import AdaptersService
-from services.gateway.frontend.http.adapters import adapter_routes
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
-from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.frontend.service import InferenceService
-from services.gateway.request_metrics import RequestMetrics
-from services.gateway.streaming.output import PAUSE_AFTER_S
+from services.gateway.grpc import service
+from services.gateway.grpc.adapters import SERVICE_NAME as ADAPTERS
+from services.gateway.grpc.adapters import AdaptersService
+from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.grpc.service import InferenceService
+from services.gateway.http.adapters import adapter_routes
+from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.server import http_server
+from services.gateway.output.output import PAUSE_AFTER_S
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway, update_health
+from services.gateway.workers.adapters import GatewayAdapters
 from services.runtime import open_files, redis
 from services.runtime.exposition import metrics_endpoint
 from services.runtime.health import Health

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, NoReturn
 from blockstore.errors import BlockStoreError
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
-from services.gateway.adapters import GatewayAdapters
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.models.catalog import load_model
-from services.gateway.models.generation_config import GenerationConfig
-from services.gateway.models.model_names import parse_aliases
-from services.gateway.parsing.choice import Parsers
+from services.gateway.output.parser.choice import Parsers
+from services.gateway.request.metrics import RequestMetrics, outcome_of
 from services.gateway.request.request import Request
-from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.planner import INTERVAL_S, export_plans
 from services.gateway.scheduling.router import Router
+from services.gateway.workers.adapters import GatewayAdapters
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
 from services.gateway.workers.directory import Connection, WorkerDirectory
+from services.gateway.workers.models.catalog import load_model
+from services.gateway.workers.models.generation_config import GenerationConfig
+from services.gateway.workers.models.model_names import parse_aliases
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.registry_heartbeat import RegistryHeartbeat

@@ -19,16 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 from tqdm import tqdm
 
-from services.gateway.frontend.http.answering.answer import Answer
-from services.gateway.frontend.http.answering.formats import (
-    CHAT_FORMAT,
-    COMPLETION_FORMAT,
-    AnswerFormat,
-)
-from services.gateway.frontend.http.answering.merge import merged
-from services.gateway.frontend.http.bodies.reading import checked
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.frontend.http.failures import error_response
+from services.gateway.http.answering.answer import Answer
+from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
+from services.gateway.http.answering.merge import merged
+from services.gateway.http.bodies.reading import checked
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.failures import error_response
 from services.offline.llm import LLM
 from services.runtime.errors import InvalidRequest
 

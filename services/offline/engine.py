@@ -10,7 +10,8 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -25,16 +26,17 @@ from blockstore.records import PrefixHash
 from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
-from services.gateway.api import Delta, GenerationRequest
-from services.gateway.gateway import open_output
-from services.gateway.intake.admission import admit, check_priority, check_slots
-from services.gateway.models.catalog import load_model
-from services.gateway.models.model_names import choose_model
-from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.api import Embedding, EmbeddingRequest, GenerationRequest
+from services.gateway.chat.admission import admit, check_priority, check_slots
+from services.gateway.chat.embeddings import admit_embedding
+from services.gateway.chat.outputs import open_output
+from services.gateway.output.output import Output
+from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.request import Request
 from services.gateway.request.tickets import new_ticket
-from services.gateway.request_metrics import RequestMetrics
-from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.models.catalog import load_model
+from services.gateway.workers.models.model_names import choose_model
 from services.gateway.workers.pool import Pool
 from services.model.checkpoint.adapter import AdapterFiles
 from services.offline.role import Whole
@@ -162,7 +164,8 @@ class OfflineEngine:
         if self._work is not None:
             self._work.cancel()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """See `Generator.generate`."""
         check_priority(request.priority, client_priority=True)
         adapter, name = self._known_adapters.get(request.model), self.spec.model
@@ -170,17 +173,32 @@ class OfflineEngine:
             choose_model(request.model, {name: name}, adapters=[*self._known_adapters])
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         arrived_at = asyncio.get_running_loop().time()
-        admitted = await admit(request, request_id, name, self._served, arrived_at, None)
+        admitted = await admit(request, request_id, name, self._served, adapter)
         check_slots(admitted.width, self._settings.max_num_seqs)
-        output = open_output(request, admitted, self._served, self._meter, None, True)
-        digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
-        root = root_hash(self.spec.fingerprint, self._secret, admitted.cache_salt, digest)
-        fixed = queue_order(request.priority, arrival), self.spec.pool_id, root
-        running = _Request(replace(admitted, adapter=adapter), fixed, output, self.role)
+        with self._running(admitted, arrived_at) as output:
+            yield output
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`."""
+        request_id, arrived_at = f"gen-{secrets.token_hex(12)}", asyncio.get_running_loop().time()
+        admitted = await admit_embedding(request, request_id, self.spec.model, self._served)
+        with self._running(admitted, arrived_at) as output:
+            async for _ in output:
+                pass
+        return Embedding(request_id, admitted.embedding, output.stats.usage())
+
+    @contextmanager
+    def _running(self, request: Request, arrived_at: float) -> Iterator[Output]:
+        """Runs a request at the worker until the block is left."""
+        model, meter = self._served.model, self._meter
+        open_output(request, model, arrived_at, meter=meter, rests=None, reports_cached=True)
+        digest, arrival = request.adapter.digest if request.adapter else "", next(self._arrivals)
+        root = root_hash(self.spec.fingerprint, self._secret, request.cache_salt, digest)
+        fixed = queue_order(request.asked.priority, arrival), self.spec.pool_id, root
+        running = _Request(request, fixed, self.role)
         running.submit()
         try:
-            async for delta in output:
-                yield delta
+            yield request.output
         finally:
             running.abort()
 
@@ -199,29 +217,23 @@ class OfflineEngine:
 class _Request:
     """A request that runs: what the worker calls with its events (`events.Session`)."""
 
-    def __init__(
-        self,
-        request: AdmittedRequest,
-        fixed: tuple[int, str, PrefixHash],
-        output: Output,
-        role: Whole,
-    ) -> None:
+    def __init__(self, request: Request, fixed: tuple[int, str, PrefixHash], role: Whole) -> None:
         """`fixed`: order, pool and root hash of its tickets."""
-        self._request, self._fixed, self._output, self._role = request, fixed, output, role
-        self._attempts = itertools.count()
-        self._key = "", 0
+        self._request, self._fixed, self._role = request, fixed, role
+        self._output = request.output
+        self._attempts, self._key = itertools.count(), ("", 0)
 
     def submit(self, progress: TicketState | None = None) -> None:
         """Submit the request with the tokens that it has. `progress`: of a beam search."""
         request, output = self._request, self._output
         sequences = tuple(TicketSequence(one.index, tuple(one.tokens)) for one in output.living)
         ticket = new_ticket(request, next(self._attempts), *self._fixed, sequences)
-        if request.sampling.beam is not None:
+        if request.sampling.beam is not None or not sequences:
             sequences = (TicketSequence(0),) if progress is None else progress.sequences
             beams = None if progress is None else progress.beams
             ticket = replace(ticket, sequences=sequences, beams=beams)
         self._key = ticket.key
-        self._role.submit(self, ticket, None if output.has_begun else request.prompt_logprobs)
+        self._role.submit(self, ticket, request.unsent_prompt_logprobs, request.pooling)
 
     def abort(self) -> None:
         """End the request at the worker. No error if it has ended."""
@@ -253,5 +265,6 @@ class _Request:
                 output.write(one)
                 if output.is_over(one.index) and one.finish_reason is None:
                     self._role.abort(self, *self._key, one.index)  # a stop string ended it
-        if output.has_ended:
+        self._request.embedding = event.embedding
+        if event.embedding or output.has_ended:
             output.close(None)

@@ -5,7 +5,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import cycle
 from operator import index, mul
@@ -29,11 +29,12 @@ from quire.types import (
 )
 from services.gateway import api
 from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.frontend.embedding import embed, embedding_request, in_order
-from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
-from services.gateway.frontend.http.bodies.reading import checked
-from services.gateway.frontend.http.bodies.schema import ChatBody
-from services.gateway.frontend.http.bodies.structured import StructuredOutputsBody
+from services.gateway.http.answering.formats import CHAT_FORMAT, Transcript
+from services.gateway.http.answering.in_order import in_order
+from services.gateway.http.bodies.reading import checked
+from services.gateway.http.bodies.schema import ChatBody
+from services.gateway.http.bodies.structured import StructuredOutputsBody
+from services.gateway.output.delta import TokenLogprobs as Reported
 from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
@@ -148,12 +149,12 @@ class LLM:
         states are pooled. `dimensions`: the first so many values, for models that are trained for
         it. Raises as `generate`."""
         requests = [
-            embedding_request(_api_prompt(prompt), "", "", dimensions)
+            api.EmbeddingRequest(_api_prompt(prompt), dimensions=dimensions)
             for prompt in _prompts(prompts)
         ]
 
-        async def one(request: GenerationRequest) -> Embedding:
-            found = await embed(self.engine.generate, request)
+        async def one(request: api.EmbeddingRequest) -> Embedding:
+            found = await self.engine.embed(request)
             return Embedding(found.values, found.usage.num_prompt_tokens)
 
         return self._answer_all(requests, one, "Embedding", use_tqdm)
@@ -235,7 +236,7 @@ class LLM:
     async def _complete(self, request: GenerationRequest) -> Completion:
         transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
         deltas = []
-        async with aclosing(self.engine.generate(replace(request, echo=True))) as stream:
+        async with self.engine.generate(replace(request, echo=True)) as stream:
             async for delta in stream:
                 transcripts[delta.index].add(delta)
                 deltas.append(delta)
@@ -360,5 +361,5 @@ def _choice(index: int, transcript: Transcript, has_message: bool) -> Choice:
     )
 
 
-def _logprobs(found: Sequence[api.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(found: Sequence[Reported]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(one.chosen, one.top) for one in found)

@@ -11,7 +11,6 @@ from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     ABORTED,
     Session,
-    embedding_event,
     hypothesis_events,
     token_events,
 )
@@ -65,9 +64,8 @@ class Whole(Prefill):
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs = token_events(job.ticket, advance.tokens, advance.verified)
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
-        if advance.embedding:
-            job.outputs.append(embedding_event(job.ticket, advance.embedding))
-        if job.outputs and job.ending is not ABORTED:
+        job.embedding = advance.embedding
+        if (job.outputs or job.embedding) and job.ending is not ABORTED:
             job.session.send(job.prefilled())
             job.prompt_logprobs.clear()
         self._commit(job.ticket, advance.completed)

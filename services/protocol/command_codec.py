@@ -9,8 +9,17 @@ from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.protocol.codec import check_request_id, ticket_from_wire
-from services.protocol.fields import to_fields
-from services.protocol.messages import Abort, Admit, Command, HandOver, Reserve, Resume, Submit
+from services.protocol.fields import POOLING_MODES, to_fields
+from services.protocol.messages import (
+    Abort,
+    Admit,
+    Command,
+    HandOver,
+    Pooling,
+    Reserve,
+    Resume,
+    Submit,
+)
 from services.protocol.sampling_codec import num_top_from_wire
 from services.runtime.errors import InvalidRequest
 
@@ -44,7 +53,9 @@ def command_from_wire(request: Any) -> Command:
             submit = request.submit
             asks = submit.HasField("prompt_logprobs")
             num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
-            return Submit(ticket_from_wire(submit.ticket), num_top)
+            mode = POOLING_MODES.members.get(submit.pooling.mode)
+            pooling = None if mode is None else Pooling(mode, submit.pooling.dimensions)
+            return Submit(ticket_from_wire(submit.ticket), num_top, pooling)
         case "abort":
             abort = request.abort
             index = abort.index if abort.HasField("index") else None

@@ -45,6 +45,7 @@ def event_to_wire(event: WorkerEvent) -> Fields:
             ticket=state_to_wire(event.ticket),
             outputs=map(_output_to_wire, event.outputs),
             prompt_logprobs=[logprobs_pb2.Logprobs(**to_fields(x)) for x in event.prompt_logprobs],
+            embedding=event.embedding,
         )
         return {"prefilled": prefilled}
     if isinstance(event, Requeued):
@@ -70,6 +71,7 @@ def events_from_wire(message: Any) -> Iterator[Event]:
                 state_from_wire(prefilled.ticket),
                 tuple(map(_output_from_wire, prefilled.outputs)),
                 tuple(map(logprobs_from_wire, prefilled.prompt_logprobs)),
+                tuple(prefilled.embedding),
             )
         case "reserved":
             reserved = message.reserved
@@ -100,7 +102,6 @@ def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
         finish_reason=output.finish_reason and FINISH_REASONS.numbers[output.finish_reason],
         logprobs=[logprobs_pb2.Logprobs(**to_fields(each)) for each in output.logprobs],
         score=output.score,
-        embedding=output.embedding,
         num_drafts=output.num_drafts,
         num_accepted=output.num_accepted,
     )
@@ -117,7 +118,6 @@ def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
         FINISH_REASONS.members[finish] if finish else None,
         tuple(map(logprobs_from_wire, output.logprobs)),
         output.score if output.HasField("score") else None,
-        tuple(output.embedding),
         output.num_drafts,
         output.num_accepted,
     )

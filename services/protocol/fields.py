@@ -5,10 +5,10 @@ from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
-from services.protocol.messages import RequeueReason
-from services.protocol.ticket import EarlyStopping, FinishReason, PoolingMode, SamplingParams
+from services.protocol.messages import PoolingMode, RequeueReason
+from services.protocol.ticket import EarlyStopping, FinishReason, SamplingParams
 from services.runtime.errors import InvalidRequest
 
 E = TypeVar("E", bound=Enum)
@@ -34,7 +34,7 @@ FINISH_REASONS = WireEnum(FinishReason, sampling_pb2.FinishReason, "FINISH_REASO
 REQUEUE_REASONS = WireEnum(RequeueReason, worker_pb2.Requeue.Reason, "REASON_")
 EARLY_STOPPING = WireEnum(EarlyStopping, sampling_pb2.EarlyStopping, "EARLY_STOPPING_")
 STRUCTURE_KINDS = WireEnum(StructureKind, sampling_pb2.StructureKind, "STRUCTURE_KIND_")
-POOLING_MODES = WireEnum(PoolingMode, ticket_pb2.Pooling.Mode, "MODE_")
+POOLING_MODES = WireEnum(PoolingMode, prefill_pb2.Pooling.Mode, "MODE_")
 _NUMBERS: dict[Any, int] = {
     **FINISH_REASONS.numbers,
     **REQUEUE_REASONS.numbers,

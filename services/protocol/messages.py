@@ -31,6 +31,22 @@ class Reserve(RequestMessage):
     num_sequences: int = 1
 
 
+class PoolingMode(Enum):
+    """Which final states of a prompt become its embedding."""
+
+    LAST = "last"  # the state of the last token
+    MEAN = "mean"  # the mean of the states of all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a prompt becomes an embedding: the first `dimensions` values of the pooled final state,
+    scaled to length 1."""
+
+    mode: PoolingMode
+    dimensions: int
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Sends a ticket without blocks to a prefill worker, to be computed."""
@@ -39,6 +55,8 @@ class Submit:
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to return with each logprob of the prompt; None returns no
     logprobs of the prompt."""
+    pooling: Pooling | None = None
+    """How to make the embedding of the prompt; then no token is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +114,12 @@ class Generated(RequestMessage):
     position: int
     """The position of the first token, counted from the start of the prompt."""
     token_ids: tuple[int, ...] = ()
-    """Empty for an embedding, and while a beam search runs."""
+    """Empty while a beam search runs."""
     finish_reason: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] = ()
     """The logprobs of each token, if the request asked for them."""
     score: float | None = None
     """The score of a hypothesis that a beam search found."""
-    embedding: tuple[float, ...] = ()
     num_drafts: int = 0
     """How many drafts the step verified. `num_accepted` of them are among its tokens."""
     num_accepted: int = 0
@@ -118,6 +135,8 @@ class Prefilled:
     """The next token of each submitted sequence."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     """The logprobs of each token of the prompt but the first, if the request asked for them."""
+    embedding: tuple[float, ...] = ()
+    """The embedding of the prompt, if the request asked for it. Then it has no outputs."""
 
     @property
     def request_id(self) -> str:

@@ -9,25 +9,13 @@ from dataclasses import fields
 
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
-from services.protocol.fields import (
-    EARLY_STOPPING,
-    POOLING_MODES,
-    STRUCTURE_KINDS,
-    require,
-    values,
-)
+from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require, values
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import (
-    MAX_BEAM_WIDTH,
-    BeamParams,
-    EarlyStopping,
-    Pooling,
-    SamplingParams,
-)
+from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, EarlyStopping, SamplingParams
 
 _CONVERTED = {
     *("logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("structure", "beam", "pooling"),
+    *("structure", "beam"),
 }
 _PLAIN_OF_SAMPLING = [f.name for f in fields(SamplingParams) if f.name not in _CONVERTED]
 """Fields that are equal in the dataclass and in the message."""
@@ -35,8 +23,7 @@ _PLAIN_OF_SAMPLING = [f.name for f in fields(SamplingParams) if f.name not in _C
 
 def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
     require(message.max_tokens > 0, "max_tokens is 0")
-    logprobs, pooling = num_top_from_wire(message.logprobs), message.pooling
-    mode = POOLING_MODES.members.get(pooling.mode)
+    logprobs = num_top_from_wire(message.logprobs)
     return SamplingParams(
         **values(message, _PLAIN_OF_SAMPLING),
         logprobs=logprobs if message.HasField("logprobs") else None,
@@ -46,7 +33,6 @@ def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         structure=structure_from_wire(message),
         beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
-        pooling=None if mode is None else Pooling(mode, pooling.dimensions),
     )
 
 

@@ -115,22 +115,6 @@ class BeamState:
     """The best hypotheses so far, best first; at most as many as the search has beams."""
 
 
-class PoolingMode(Enum):
-    """Which final states of a prompt become its embedding."""
-
-    LAST = "last"  # the state of the last token
-    MEAN = "mean"  # the mean of the states of all tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """How a prompt becomes an embedding: the first `dimensions` values of the pooled final state,
-    scaled to length 1."""
-
-    mode: PoolingMode
-    dimensions: int
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request, with all defaults resolved. The order in which they
@@ -163,13 +147,6 @@ class SamplingParams:
     """How many tokens come before any token that ends the sequence."""
     structure: Structure | None = None
     """The form of the text; None allows any text."""
-    pooling: Pooling | None = None
-    """How to make the embedding of the prompt, for which no token is drawn."""
-
-    @property
-    def needs_all_states(self) -> bool:
-        """Whether all tokens of the prompt are computed, even those in adopted blocks."""
-        return self.pooling is not None and self.pooling.mode is PoolingMode.MEAN
 
     def named_token_ids(self) -> Iterator[int]:
         """All token ids that any parameter names."""

@@ -15,6 +15,7 @@ from services.engine.sequences.sequence import Rules
 from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
 from services.model.structured.grammar import Grammar
+from services.protocol.messages import Pooling
 from services.protocol.ticket import Ticket
 from services.runtime.errors import InvalidRequest
 from services.runtime.logging import get_logger
@@ -122,7 +123,9 @@ class PoolEngine:
         except Exception as error:  # else the rest of the outcome would be lost silently
             self.fail(error)
 
-    def rules(self, ticket: Ticket, prompt_logprobs: int | None = None) -> Rules:
+    def rules(
+        self, ticket: Ticket, prompt_logprobs: int | None = None, pooling: Pooling | None = None
+    ) -> Rules:
         return Rules.of(
             ticket,
             self.spec.block_size,
@@ -131,6 +134,7 @@ class PoolEngine:
             prompt_logprobs,
             self.grammar_of(ticket),
             self.adapters.get(ticket.adapter) if self.adapters and ticket.adapter else None,
+            pooling,
         )
 
     def grammar_of(self, ticket: Ticket) -> Grammar | None:
@@ -141,10 +145,10 @@ class PoolEngine:
             raise InvalidRequest("this worker has no tokenizer for structured output")
         return self.grammars.get(structure)
 
-    def check_ticket(self, ticket: Ticket) -> None:
+    def check_ticket(self, ticket: Ticket, num_drawn: int = 1) -> None:
         """Raises InvalidRequest if this worker cannot compute a ticket: it is for another pool, the
         ticket or its sampling parameters name a token id beyond the vocabulary, or its tokens leave
-        none to draw."""
+        none to draw. `num_drawn`: how many tokens each sequence draws at least."""
         if ticket.pool_id != self.pool_id:
             raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
         prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]
@@ -159,10 +163,8 @@ class PoolEngine:
             raise InvalidRequest(f"this worker takes no adapters, so not {ticket.adapter.name}")
         if self.grammar_of(ticket) is not None and ticket.sampling.beam is not None:
             raise InvalidRequest("a beam search has no structured output")
-        # One more token must fit both max_tokens and the context, unless none is drawn.
-        longest = min(len(prompt) + ticket.sampling.max_tokens, self.limits.max_model_len) - 1
-        if ticket.sampling.pooling is not None:
-            longest = self.limits.max_model_len
+        most = len(prompt) + ticket.sampling.max_tokens
+        longest = min(most, self.limits.max_model_len) - num_drawn
         length = len(prompt) + max(map(len, generated))
         if length > longest:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")

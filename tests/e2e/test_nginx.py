@@ -16,7 +16,7 @@ import pytest
 from quire import Client, InvalidRequest, NotAllowed, QuireError, Sampling, Tls, Unavailable
 from quire.certificates import write_certificates
 from quire.supervisor.run_directory import free_port
-from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
+from services.gateway.http.middleware.body_limits import MAX_BODY_BYTES
 from tests.api_keys import ALICE, text_of
 from tests.programs import ROOT
 from tests.waiting import wait_until

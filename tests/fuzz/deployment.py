@@ -29,11 +29,11 @@ from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
 from services.engine.batch import Row, RowOutput, RowResult
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
-from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.frontend.service import InferenceService
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.grpc.service import InferenceService
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.version import PROTOCOL_VERSION

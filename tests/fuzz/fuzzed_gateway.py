@@ -13,15 +13,15 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.models.catalog import load_model
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.models.catalog import load_model
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.v1 import block_manager_pb2, inference_pb2, supervisor_pb2
-from services.gateway.frontend.service import SERVICE_NAME
+from services.gateway.grpc.service import SERVICE_NAME
 from services.runtime.rpc.interceptor import CODE_TRAILER
 from tests.fuzz.deployment import VOCAB, Deployment, expected
 from tests.fuzz.victim import FUZZ, VICTIM, victim

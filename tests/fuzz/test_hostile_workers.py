@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.api import Delta, RequestedBeams
+from services.gateway.api import RequestedBeams
+from services.gateway.output.delta import Delta
 from tests.examples import examples
 from tests.fuzz.field_changes import IDS
 from tests.fuzz.fuzzed_gateway import FuzzedGateway, WorkerSession

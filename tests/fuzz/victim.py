@@ -30,7 +30,7 @@ async def victim(deployment: Deployment) -> Any:
     tokens: list[int] = []
 
     async def read() -> None:
-        async with contextlib.aclosing(deployment.assembly.gateway.generate(VICTIM)) as deltas:
+        async with deployment.assembly.gateway.generate(VICTIM) as deltas:
             async for delta in deltas:
                 tokens.extend(delta.token_ids)
 

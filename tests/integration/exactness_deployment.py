@@ -24,15 +24,15 @@ from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
 from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.speculation import Speculation
-from services.gateway.adapters import GatewayAdapters
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.service import InferenceService
 from services.gateway.gateway import Gateway
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.grpc.service import InferenceService
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
+from services.gateway.workers.adapters import GatewayAdapters
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.metrics import WorkerMetrics

@@ -20,7 +20,7 @@ from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.speculation.draft_model import DraftModel
-from services.gateway.models import catalog
+from services.gateway.workers.models import catalog
 from tests.exactness import SEED
 
 LIMIT_S = 30.0

@@ -12,12 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import (
-    BeamParams,
-    EarlyStopping,
-    FinishReason,
-    Hypothesis,
-)
+from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
 
 EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
     EarlyStopping.WHEN_FULL: True,

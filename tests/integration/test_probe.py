@@ -11,8 +11,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from quire import probe
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from services.runtime.config import ServiceSettings
 from services.runtime.exposition import metrics_endpoint
 from services.runtime.health import Health

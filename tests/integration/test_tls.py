@@ -24,7 +24,7 @@ from quire.async_client import AsyncClient
 from quire.certificates import CertificateError, write_certificates
 from quire.connections import Tls
 from quire.errors import BadTls, Unreachable
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.server import http_server
 from services.runtime.errors import StartupError
 from services.runtime.rpc.tls import TlsFiles
 from services.runtime.rpc.transport import RpcServer, open_channel

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, joined
+from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
+from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, joined
 from tests.examples import examples
 
 NAMES = ("f", "get_weather")

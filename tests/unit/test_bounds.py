@@ -11,17 +11,17 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from quire.v1 import inference_pb2, sampling_pb2
-from services.gateway.frontend.http.bodies.bounds import (
+from services.gateway.chat.prompts import MAX_MESSAGES
+from services.gateway.http.bodies.bounds import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
     check_counts,
 )
-from services.gateway.frontend.http.bodies.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
-from services.gateway.frontend.http.bodies.reading import read_body
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
-from services.gateway.intake.prompts import MAX_MESSAGES
+from services.gateway.http.bodies.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
+from services.gateway.http.bodies.reading import read_body
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.middleware.body_limits import MAX_BODY_BYTES
 from services.runtime.errors import InvalidRequest
 from services.runtime.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
 from services.runtime.rpc.message_bounds import check_counts as check_message

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.gateway.api import ChatMessage
-from services.gateway.intake.conversations import fitted
-from services.gateway.models.template_traits import TemplateTraits
+from services.gateway.chat.conversations import fitted
+from services.gateway.workers.models.template_traits import TemplateTraits
 from services.model.text.chat_template import ChatTemplate
 
 EACH = """{% for m in messages %}[{{ m.role }}] {{ m.content }}

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.gateway.api import RequestedBeams, RequestedSampling
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.protocol.ticket import EarlyStopping
 
 USER = [{"role": "user", "content": "Hi"}]

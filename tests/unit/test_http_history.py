@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from services.gateway.api import ChatMessage
-from services.gateway.frontend.http.bodies.messages import assistant_fields
-from services.gateway.frontend.http.bodies.reading import checked
-from services.gateway.frontend.http.bodies.schema import ChatBody
-from services.gateway.frontend.http.responses_api.body import ResponsesBody
+from services.gateway.http.bodies.messages import assistant_fields
+from services.gateway.http.bodies.reading import checked
+from services.gateway.http.bodies.schema import ChatBody
+from services.gateway.http.responses_api.body import ResponsesBody
 
 REASONED = assistant_fields((), "Hm")
 

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
-from services.gateway.frontend.http.answering.merge import merged
+from services.gateway.http.answering.merge import merged
 from services.runtime.errors import InvalidRequest
 
 
@@ -30,7 +31,7 @@ class Counting:
 @pytest.mark.parametrize("num_streams", [1, 3])
 async def test_merged_streams_give_everything_in_order(num_streams: int) -> None:
     counting = Counting()
-    streams = [counting.stream(40) for _ in range(num_streams)]
+    streams = [aclosing(counting.stream(40)) for _ in range(num_streams)]
     seen: dict[int, list[int]] = {}
     async for number, item in merged(streams):
         seen.setdefault(number, []).append(item)
@@ -41,7 +42,7 @@ async def test_merged_streams_give_everything_in_order(num_streams: int) -> None
 @pytest.mark.parametrize("num_streams", [1, 3])
 async def test_closing_a_merged_stream_closes_all(num_streams: int) -> None:
     counting = Counting()
-    both = merged([counting.stream(1_000_000) for _ in range(num_streams)])
+    both = merged([aclosing(counting.stream(1_000_000)) for _ in range(num_streams)])
     async for _, item in both:
         if item == 5:
             break
@@ -51,7 +52,10 @@ async def test_closing_a_merged_stream_closes_all(num_streams: int) -> None:
 
 async def test_an_error_of_one_stream_ends_all() -> None:
     counting = Counting()
-    streams = [counting.stream(1_000_000), counting.stream(3, InvalidRequest("no"))]
+    streams = [
+        aclosing(counting.stream(1_000_000)),
+        aclosing(counting.stream(3, InvalidRequest("no"))),
+    ]
     with pytest.raises(InvalidRequest, match="no"):
         async for _ in merged(streams):
             pass

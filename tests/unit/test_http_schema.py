@@ -15,8 +15,8 @@ from services.gateway.api import (
     RequestedTools,
     ToolChoice,
 )
-from services.gateway.frontend.http.bodies.reading import read_body
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.bodies.reading import read_body
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.runtime.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -133,7 +133,8 @@ def test_a_chat_template_gets_its_arguments() -> None:
 
 
 def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
-    assert CompletionBody.model_validate({"prompt": "Hi"}).sampling().default_max_tokens == 16
+    (request,) = CompletionBody.model_validate({"prompt": "Hi"}).requests("r")
+    assert request.sampling.default_max_tokens == 16
     assert chat().sampling.default_max_tokens is None
 
 

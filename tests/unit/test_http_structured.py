@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.model.structured.structure import Structure, StructureKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.frontend.http.bodies.fields import Body
-from services.gateway.frontend.http.bodies.reading import checked
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.frontend.http.embeddings import EmbeddingBody
-from services.gateway.frontend.http.responses_api.body import ResponsesBody
-from services.gateway.frontend.http.tokens import TokenizeBody
+from services.gateway.http.bodies.fields import Body
+from services.gateway.http.bodies.reading import checked
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.embeddings import EmbeddingBody
+from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.tokens import TokenizeBody
 from services.runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -95,7 +95,7 @@ def test_a_line_under_a_supervisor_leaves_the_time_to_it(stream: io.StringIO) ->
 
 
 def test_a_finished_request_is_one_short_line_for_people(stream: io.StringIO) -> None:
-    """As `services.gateway.request_metrics` logs it."""
+    """As `services.gateway.request.metrics` logs it."""
     configure_logging("gateway", log_format="supervised", stream=stream)
     get_logger("a").info(
         "request_ended",

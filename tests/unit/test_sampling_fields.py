@@ -6,7 +6,7 @@ from quire import types
 from quire.cli.requests.sampling import SamplingFlags
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.gateway.api import RequestedSampling
-from services.gateway.frontend.http.bodies.schema import GenerationBody
+from services.gateway.http.bodies.schema import GenerationBody
 from services.model.config.model_config import GenerationDefaults
 from services.protocol.sampling_numbers import NUMBERS, PENALTIES
 from services.protocol.ticket import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from blockstore.registry import Load
-from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
 from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
 from services.model.structured.structure import StructureKind
@@ -39,6 +39,8 @@ from services.protocol.messages import (
     Generated,
     HandOver,
     LoadReport,
+    Pooling,
+    PoolingMode,
     Prefilled,
     Requeued,
     RequeueReason,
@@ -56,8 +58,6 @@ from services.protocol.ticket import (
     EarlyStopping,
     FinishReason,
     Hypothesis,
-    Pooling,
-    PoolingMode,
     SamplingParams,
     Ticket,
     TicketSequence,
@@ -73,18 +73,17 @@ TICKET = Ticket(
     holder_epoch=4,
     root_hash=bytes(range(16)),
     prompt_token_ids=(5, 6),
-    sampling=replace(SAMPLING, pooling=Pooling(PoolingMode.MEAN, 9)),
+    sampling=SAMPLING,
     sequences=(TicketSequence(0, (10,), (11,), 3),),
     adapter=Adapter("name", "path", "digest"),
 )
 LOGPROBS = (Logprobs(-0.5, 2, (12, 13), (-0.25, -0.5)),)
-OUTPUT = Generated(
-    "r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, (0.5, -0.5), 2, 1
-)
+OUTPUT = Generated("r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, 2, 1)
 COMMANDS: list[Command] = [
     Reserve("r", 2, 3),
     Submit(TICKET, 4),
     Submit(TICKET),
+    Submit(TICKET, pooling=Pooling(PoolingMode.MEAN, 9)),
     Admit(TICKET),
     Abort("r", 2),
     Abort("r", 2, 0),
@@ -94,6 +93,7 @@ COMMANDS: list[Command] = [
 EVENTS: list[WorkerEvent] = [
     Began("r", 2),
     Prefilled(TICKET.state, (OUTPUT,), LOGPROBS),
+    Prefilled(TICKET.state, (), (), (0.5, -0.5)),
     Reserved("r", 2, granted=True),
     Failed("r", 2, "code", "message"),
     *(Requeued("r", 2, reason, TICKET.state) for reason in RequeueReason),
@@ -135,7 +135,7 @@ SEARCH = replace(
 )
 
 
-@pytest.mark.parametrize("ticket", [TICKET, SEARCH], ids=["embedding by an adapter", "beam search"])
+@pytest.mark.parametrize("ticket", [TICKET, SEARCH], ids=["by an adapter", "beam search"])
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     assert ticket_from_wire(ticket_to_wire(ticket)) == ticket
     assert state_from_wire(state_to_wire(ticket)) == ticket.state
@@ -148,7 +148,7 @@ def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
         (RequeueReason, REQUEUE_REASONS, worker_pb2.Requeue, "REASON_"),
         (EarlyStopping, EARLY_STOPPING, sampling_pb2, "EARLY_STOPPING_"),
         (StructureKind, STRUCTURE_KINDS, sampling_pb2, "STRUCTURE_KIND_"),
-        (PoolingMode, POOLING_MODES, ticket_pb2.Pooling, "MODE_"),
+        (PoolingMode, POOLING_MODES, prefill_pb2.Pooling, "MODE_"),
     ],
 )
 def test_members_have_the_number_of_their_name(

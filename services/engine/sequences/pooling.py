@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from services.protocol.ticket import Pooling, PoolingMode
+from services.protocol.messages import Pooling, PoolingMode
 
 States = NDArray[np.float32]
 """Final states of some tokens of a sequence, [tokens, hidden]."""

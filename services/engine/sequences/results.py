@@ -50,8 +50,7 @@ class Advance:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """The logprobs of the prompt's next tokens, if the request asks for them."""
     embedding: tuple[float, ...] = ()
-    """The embedding of the prompt, if the request asks for it, once all of the prompt is
-    computed."""
+    """The embedding of the prompt, once it is computed, if the request asks for it."""
     beams: BeamState | None = None
     """The state of a beam search."""
     hypotheses: tuple[Hypothesis, ...] = ()

@@ -16,6 +16,7 @@ from services.model.structured.grammar import Grammar
 from services.pool.allotment import blocks_for_decode
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import common_prefix
+from services.protocol.messages import Pooling
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 
 CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
@@ -30,8 +31,8 @@ class Rules:
     `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.
     `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
     prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
-    are computed then, even those in adopted blocks. `grammar`: of the text; None: any text.
-    `adapter`: what they are computed with; None: the model alone.
+    are computed then, even those in adopted blocks. `pooling`: make the prompt's embedding and draw
+    nothing. `grammar`: of the text; None: any. `adapter`: computes beside the model; None: none.
     """
 
     sampling: SamplingParams
@@ -44,6 +45,7 @@ class Rules:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     adapter: LoadedAdapter | None = None
+    pooling: Pooling | None = None
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Rules:
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
         adapter: LoadedAdapter | None = None,
+        pooling: Pooling | None = None,
     ) -> "Rules":
         sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -73,6 +76,7 @@ class Rules:
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             adapter=adapter,
+            pooling=pooling,
         )
 
 
@@ -141,8 +145,7 @@ class Sequence:
         self._grammar_state: GrammarState | None = None
         if rules.grammar is not None:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
-        pooling = rules.sampling.pooling
-        self.pooler = None if pooling is None else Pooler(pooling)
+        self.pooler = None if rules.pooling is None else Pooler(rules.pooling)
         self.may_run_ahead = self.pooler is None and rules.sampling.beam is None
         self._place = 0
         """The index of its row in the last step that has one."""

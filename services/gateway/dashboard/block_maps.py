@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.v1 import block_manager_pb2 as pb
-from services.gateway.frontend.relay import Relay, audited
+from services.gateway.access.audit import audited
+from services.gateway.grpc.relay import Relay
 from services.protocol.ticket import first_holder_id
 from services.runtime.errors import QuireError
 

@@ -163,8 +163,8 @@ def _request(request: Request) -> dict[str, Any]:
     stats = request.output.stats
     view = {
         "id": client_id(request.id)[:_MAX_ID_CHARS],
-        "model": request.asked.model,
-        "sequences": request.asked.num_sequences,
+        "model": request.model,
+        "sequences": request.num_sequences_asked or 1,
         "prompt": stats.num_prompt_tokens,
         "cached": stats.num_cached_tokens,
         "tokens": stats.num_generated_tokens,

@@ -16,9 +16,9 @@ from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument, EndedRequests
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
-from services.gateway.frontend.http.answering.sending import Json, unless_disconnected
-from services.gateway.frontend.http.page import PAGE
-from services.gateway.frontend.relay import Relay
+from services.gateway.grpc.relay import Relay
+from services.gateway.http.answering.sending import Json, unless_disconnected
+from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.identity import client_id
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied

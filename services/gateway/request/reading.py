@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from services.gateway.streaming.output import Output
+from services.gateway.output.output import Output
 from services.runtime.errors import DeadlineExceeded, Overloaded
 
 

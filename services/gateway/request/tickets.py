@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockstore.records import PrefixHash
-from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.queue_position import QueuePosition
 from services.protocol.messages import Generated
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def new_ticket(
-    request: AdmittedRequest,
+    request: "Request",
     attempt: int,
     order: int,
     pool_id: str,
@@ -26,7 +25,7 @@ def new_ticket(
     """A ticket without blocks, under a new holder. Its worker computes the prompt, and the tokens
     received so far of the `sequences` that have not ended."""
     return Ticket(
-        request_id=request.request_id,
+        request_id=request.id,
         attempt=attempt,
         order=order,
         pool_id=pool_id,
@@ -75,14 +74,13 @@ class Tickets:
         sequences = tuple(
             TicketSequence(one.index, tuple(one.tokens)) for one in request.output.living
         )
-        if request.asked.sampling.beam is not None:
+        if request.sampling.beam is not None or not sequences:  # of a search, or of an embedding
             sequences = (TicketSequence(0),) if search is None else search.sequences
         self._submitted = replace(
-            new_ticket(
-                *(request.asked, attempt, self.position.order, pool_id, root_hash, sequences)
-            ),
+            new_ticket(request, attempt, self.position.order, pool_id, root_hash, sequences),
             num_cached_tokens=request.output.stats.num_cached_tokens,
             timeout_ms=request.timeout_ms(),
+            traceparent=request.traceparent,
             swapped=swapped,
             beams=None if search is None else search.beams,
         )
@@ -100,6 +98,7 @@ class Tickets:
             attempt=attempt,
             order=self.position.order,
             timeout_ms=self._request.timeout_ms(),
+            traceparent=self._request.traceparent,
             sequences=sequences,
         )
 
@@ -126,10 +125,10 @@ class Tickets:
     def problem(self, outputs: Sequence[Generated], state: Ticket | TicketState | None) -> str:
         """Why new tokens, and the state after them, do not continue the tokens that the client has
         received; "" if they do. Only the ticket shows the progress of a beam search."""
-        asked, living = self._request.asked, self._request.output.living
+        request, living = self._request, self._request.output.living
         running = {sequence.index: sequence for sequence in living}
-        num_prompt = len(asked.prompt_token_ids)
-        gained = {one.index: one for one in outputs if not self._request.output.is_over(one.index)}
+        num_prompt = len(request.prompt_token_ids)
+        gained = {one.index: one for one in outputs if not request.output.is_over(one.index)}
         for index, output in gained.items():
             sequence = running.get(index)
             if sequence is None:
@@ -137,7 +136,7 @@ class Tickets:
             num_before = num_prompt + len(sequence.tokens)
             if output.position != num_before:
                 return f"repeated or lost tokens: {output.position} after {num_before} tokens"
-        if state is None or asked.sampling.beam is not None:
+        if state is None or request.sampling.beam is not None:
             return ""
         returned = {one.index: one.token_ids for one in state.sequences}
         for received in living:
@@ -158,7 +157,7 @@ class Tickets:
     def is_progress(self, outputs: Sequence[Generated]) -> bool:
         """Whether the request has never had these outputs before. A search reports each step
         without a token."""
-        if self._request.asked.sampling.beam is None or any(one.token_ids for one in outputs):
+        if self._request.sampling.beam is None or any(one.token_ids for one in outputs):
             return bool(outputs)
         self._num_steps += len(outputs)
         is_longer = self._num_steps > self._most_steps

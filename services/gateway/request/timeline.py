@@ -51,16 +51,6 @@ class Timeline:
         if self._trace is not None:
             self._trace.enter(phase, worker_id)
 
-    @property
-    def traceparent(self) -> str:
-        """The trace context for workers; "": the request is not traced."""
-        return "" if self._trace is None else self._trace.traceparent
-
-    def set_back(self, reason: str) -> None:
-        """Tell the trace why the attempt fails, before the next one begins."""
-        if self._trace is not None:
-            self._trace.set_back(reason)
-
     def end(self) -> None:
         self.ended_ms = _now_ms()
 

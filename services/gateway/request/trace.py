@@ -12,7 +12,7 @@ as far as it has any.
 
 from typing import TYPE_CHECKING
 
-from services.gateway.api import ChatMessage, GenerationRequest
+from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.timeline import Phase
 from services.runtime.rpc.error_table import INTERNAL_CODE
@@ -21,8 +21,8 @@ from services.runtime.tracing.context import current_traceparent
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from services.gateway.request.admitted import AdmittedRequest
-    from services.gateway.streaming.output import RequestStats
+    from services.gateway.output.output import RequestStats
+    from services.gateway.request.request import Request
     from services.runtime.tracing.tracer import Tracer
 
 _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})
@@ -32,7 +32,9 @@ _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(self, tracer: "Tracer", asked: GenerationRequest, name: str) -> None:
+    def __init__(
+        self, tracer: "Tracer", asked: GenerationRequest | EmbeddingRequest, name: str
+    ) -> None:
         """`name`: the request's id, as the client knows it."""
         prompt = asked.prompt
         is_chat = not isinstance(prompt, str) and isinstance(next(iter(prompt), None), ChatMessage)
@@ -56,15 +58,15 @@ class RequestTrace:
     def trace_id(self) -> str:
         return f"{self.span.get_span_context().trace_id:032x}"
 
-    def admit(self, request: "AdmittedRequest") -> None:
+    def admit(self, request: "Request") -> None:
         """Add what admission has resolved."""
-        sampling, caller = request.sampling, request.caller
+        sampling, caller = request.sampling, request.asked.caller
         self.span.update_name(f"{self._operation} {request.model}")
         self.span.set_attributes(
             {
                 "gen_ai.request.model": request.model,
                 "gen_ai.response.model": request.model,
-                "gen_ai.request.choice.count": request.num_sequences,
+                "gen_ai.request.choice.count": request.num_sequences_asked,
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
@@ -72,7 +74,7 @@ class RequestTrace:
                 "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
                 "gen_ai.request.presence_penalty": sampling.presence_penalty,
                 "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-                "quire.request.priority": request.priority,
+                "quire.request.priority": request.asked.priority,
                 **({"quire.tenant": caller.tenant} if caller.tenant else {}),
             }
         )

@@ -2,6 +2,7 @@
 
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
+from services.gateway.request.sending import admit, continue_at
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
@@ -16,7 +17,7 @@ from services.protocol.messages import (
     RequeueReason,
     Reserved,
 )
-from services.protocol.ticket import TicketState
+from services.protocol.ticket import FinishReason, TicketState
 from services.runtime.errors import InvalidRequest
 from services.runtime.logging import get_logger
 from services.runtime.rpc.error_table import error_of
@@ -99,6 +100,8 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
     request.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.output.write_prompt(event.prompt_logprobs)
+    if event.embedding:
+        request.embedding, request.output.finish_reason = event.embedding, FinishReason.STOP
     request.tickets.save_search(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0
@@ -108,7 +111,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
         lease.finish()
     request.deliver(event.outputs)
     if request.status is RequestStatus.PREFILLING:
-        request.admit()
+        admit(request)
 
 
 def _on_detached(request: Request, decode: DecodeReservation, state: TicketState) -> None:
@@ -123,7 +126,7 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
         request.output.stats.num_preemptions += 1
         request.requeue(Phase.PREEMPTED)
     elif moved := request.attempt.attempt_at_target():
-        request.continue_at(moved)
+        continue_at(request, moved)
     else:
         request.requeue()
 

@@ -11,19 +11,18 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from blockstore.registry import Registry
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request import worker_events
-from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
+from services.gateway.request.resuming import adopt, resume
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
 from services.gateway.scheduling.router import Router
-from services.gateway.streaming.output import Output
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
@@ -73,7 +72,7 @@ class Dispatcher:
         """The client of each request in admission, by the request's id."""
         self._lookups: dict[str, ParkedLookup] = {}
         self._draining = self._closed = False
-        self._attempt_numbers = _attempt_numbers()
+        self.attempt_numbers = _attempt_numbers()
         self._clock = asyncio.get_running_loop().time
 
     @property
@@ -167,45 +166,44 @@ class Dispatcher:
             f"{most} places while others wait; try again later"
         )
 
-    async def enqueue(self, asked: AdmittedRequest, output: Output) -> Request:
-        """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
-        BlockStoreError, Draining, DuplicateRequest."""
-        if (running := self._requests.get(asked.request_id)) is not None:
-            running.resume(asked, output)
+    async def enqueue(self, request: Request, *, resumes: bool = False) -> Request:
+        """Queue a request; within `admitting`. Returns the request that goes on: the one that runs
+        here already, if the call resumes it. Raises BlockStoreError, Draining,
+        DuplicateRequest."""
+        if (running := self._requests.get(request.id)) is not None:
+            resume(running, request)
             return running
-        position = QueuePosition(asked.priority, await self._registry.next_arrival())
-        found = None if asked.received is None else await self._find_parked(asked)
+        position = QueuePosition(request.asked.priority, await self._registry.next_arrival())
+        found = await self._find_parked(request) if resumes else None
         if self._closed:
             raise Draining(_STOPPING)
-        request = Request(
-            asked, position, output, self, self._attempt_numbers, self._options.read_window_s
-        )
+        request.begin(self, position, self._options.read_window_s)
         self._requests[request.id] = request
         if found is not None:
-            request.adopt(found)
+            adopt(request, found)
         if request.status is not RequestStatus.ENDED:
             self.on_queued(request)
         return request
 
-    async def _find_parked(self, asked: AdmittedRequest) -> DetachedTicket | None:
+    async def _find_parked(self, request: Request) -> DetachedTicket | None:
         """The ticket that another gateway parked, for a request whose client resumes here."""
-        lookup = self._lookups[asked.request_id] = ParkedLookup(asked, next(self._attempt_numbers))
-        workers = self._workers.parked_lookup_workers(asked.model)
+        lookup = self._lookups[request.id] = ParkedLookup(request, next(self.attempt_numbers))
+        workers = self._workers.parked_lookup_workers(request.model)
         try:
             return await lookup.run(workers, self._router, self._options.reserve_timeout_s)
         finally:
-            del self._lookups[asked.request_id]
+            del self._lookups[request.id]
 
     # ── events of requests ───────────────────────────────────────────────────────────────────────
 
     def on_queued(self, request: Request) -> None:
-        model_queue = self.model_queue(request.asked.model)
+        model_queue = self.model_queue(request.model)
         if not request.is_paused:
             model_queue.waiting.add(request)
         self._changes.notify()
 
     def on_closed(self, request: Request, error: Exception | None) -> None:
-        self.model_queue(request.asked.model).waiting.remove(request)
+        self.model_queue(request.model).waiting.remove(request)
         self._requests.pop(request.id, None)
         self._changes.notify()
         self._on_end(request, error)

@@ -12,10 +12,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import NoReturn
 
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
+from services.gateway.request.sending import request_move, reserve_target
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DecodeReservation
 from services.gateway.workers.worker import Worker
@@ -77,7 +78,7 @@ class Migration:
         movable = self._movable_requests(source)
         for request in sorted(movable, key=lambda request: request.position.order):
             if target := _worker_with_most_free_slots(pool, request.num_sequences):
-                moves.append((request, request.reserve_target(target)))
+                moves.append((request, reserve_target(request, target)))
         await self._start_moves(moves)
 
     # ── rebalance ────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +117,7 @@ class Migration:
                 continue
             if not _has_free_slots(target, num_sequences):
                 break
-            moves.append((request, request.reserve_target(target)))
+            moves.append((request, reserve_target(request, target)))
             num_to_move -= num_sequences
         await self._start_moves(moves)
 
@@ -126,7 +127,7 @@ class Migration:
         await asyncio.gather(*(target.wait_for_answer(timeout_s) for _, target in moves))
         for request, target in moves:
             try:
-                granted = request.request_move(target)
+                granted = request_move(request, target)
             except Exception as error:  # a fault in one request must not end migration
                 request.close(error)
                 continue

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from blockstore.records import PoolSpec
-from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.request.request import Request
 from services.gateway.request.tickets import new_ticket
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.lease import DetachedTicket
@@ -20,7 +20,7 @@ class ParkedLookup:
     """The lookup of one request. It asks all workers at once, takes the first ticket, and aborts
     the request at workers that answer later or never."""
 
-    def __init__(self, request: AdmittedRequest, attempt: int) -> None:
+    def __init__(self, request: Request, attempt: int) -> None:
         self._request = request
         self._attempt = attempt
         self._asked: dict[Worker, Ticket] = {}
@@ -45,7 +45,7 @@ class ParkedLookup:
             return self._found.result() if self._found.done() else None
         finally:
             for worker in self._asked:
-                worker.abort(request.request_id, attempt)
+                worker.abort(request.id, attempt)
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         if sender not in self._asked or event.attempt != self._attempt:
@@ -63,6 +63,6 @@ class ParkedLookup:
     def _has_answered(self, worker: Worker, found: DetachedTicket | None) -> None:
         self._asked.pop(worker, None)
         if found and self._found.done():
-            worker.abort(self._request.request_id, self._attempt)
+            worker.abort(self._request.id, self._attempt)
         elif not self._found.done() and (found or not self._asked):
             self._found.set_result(found)

@@ -10,11 +10,12 @@ See ADR 30.
 import asyncio
 from typing import NoReturn
 
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
+from services.gateway.request import sending
 from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.router import Route, Router, choose_prefill
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.pool import Pool
 from services.runtime.errors import NoWorker, PromptTooLong
@@ -67,7 +68,7 @@ class Placement:
     async def _place(self, queue: ModelQueue, request: Request) -> float:
         """Place the first request if that is possible now. Returns the seconds after which to try
         again if nothing changes before; AT_ONCE: another request may be the first now."""
-        num_sequences, asked = request.num_sequences, request.asked
+        num_sequences = request.num_sequences
         complete = self._workers.complete_pools(queue.model)
         pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
@@ -76,12 +77,12 @@ class Placement:
                 *(queue, request), reason if complete else self._workers.missing(queue.model)
             )
         queue.without_workers_since = None
-        problems = [asked.capacity_problem(pool.spec) for pool in pools]
+        problems = [request.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
             request.close(PromptTooLong(problems[0]))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
-        open_pools = [pool for pool in fitting if pool.has_open(request.num_slots)]
+        open_pools = [pool for pool in fitting if pool.has_open(num_sequences)]
         if not open_pools:
             return RETRY_S
         for route in await self._routes(queue.model, request, open_pools):
@@ -93,11 +94,11 @@ class Placement:
         """The routes of a request, the best first. If it has a detached ticket, it goes on in that
         ticket's pool. If that pool has no slot, a mover copies the KV to another pool; otherwise
         the ticket is aborted, and the request may go to every pool."""
-        asked, detached = request.asked, request.attempt.detached
+        detached = request.attempt.detached
         prefill_pools: list[Pool] | None = [
             pool
             for pool in self._workers.prefill_pools(model)
-            if not asked.capacity_problem(pool.spec)
+            if not request.capacity_problem(pool.spec)
         ]
         if detached is not None:
             pool_id, can_copy = detached.ticket.pool_id, self._router.can_copy
@@ -111,7 +112,7 @@ class Placement:
             else:
                 detached.abort()
         return await self._router.routes(
-            asked,
+            request,
             open_pools,
             prefill_pools,
             may_pull=request.unsent_prompt_logprobs is None,
@@ -121,7 +122,7 @@ class Placement:
         """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
-        num_slots = request.num_slots
+        num_slots = request.num_sequences
         if not num_slots:
             if request not in queue.waiting:
                 return True
@@ -133,10 +134,10 @@ class Placement:
                 return True
             if not decode.is_open(num_slots):
                 continue
-            if not await request.reserve(decode, self._options.reserve_timeout_s):
+            if not await sending.reserve(request, decode, self._options.reserve_timeout_s):
                 continue
             if request.is_computed:
-                request.admit()
+                sending.admit(request)
             elif not self._submit(request, route):
                 request.requeue()
                 return True
@@ -150,7 +151,7 @@ class Placement:
         if choice is None:
             return False
         pool_id = route.prefill.spec.pool_id
-        request.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
+        sending.submit(request, *choice, pool_id, route.root_hash, route.source_pool_id)
         return True
 
     def _delay_without_workers(self, queue: ModelQueue, request: Request, reason: str) -> float:

@@ -13,7 +13,7 @@ from blockstore.errors import BlockStoreError, StoreLost
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Registry
 from blockstore.store import BlockStore
-from services.gateway.models.catalog import Model
+from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.movers import Movers
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker

@@ -8,7 +8,7 @@ from typing import Protocol
 from services.engine.batch import Fault
 from services.engine.sequences.results import Token, Verified
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, WorkerEvent
-from services.protocol.ticket import FinishReason, Hypothesis, Ticket
+from services.protocol.ticket import Hypothesis, Ticket
 from services.runtime.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 
 
@@ -67,11 +67,6 @@ def hypothesis_events(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[
         Generated(*ticket.key, index, position, one.token_ids, one.finish_reason, score=one.score)
         for index, one in enumerate(hypotheses)
     ]
-
-
-def embedding_event(ticket: Ticket, embedding: tuple[float, ...]) -> Generated:
-    position = len(ticket.prompt_token_ids)
-    return Generated(*ticket.key, 0, position, finish_reason=FinishReason.STOP, embedding=embedding)
 
 
 class Session(Protocol):

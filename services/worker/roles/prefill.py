@@ -12,7 +12,7 @@ from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.results import Advance
 from services.protocol.block_keys import BlockKeys, num_blocks_for
-from services.protocol.messages import Command, Submit
+from services.protocol.messages import Command, Pooling, Submit
 from services.protocol.ticket import Ticket, first_holder_id
 from services.protocol.worker_stream import PREFILL
 from services.runtime.errors import InvalidRequest
@@ -23,7 +23,6 @@ from services.worker.requests.events import (
     STALE,
     Ending,
     Session,
-    embedding_event,
     hypothesis_events,
     report,
     token_events,
@@ -66,20 +65,23 @@ class Prefill(Role[PrefillJob]):
 
     def execute(self, session: Session, command: Command) -> None:
         match command:
-            case Submit(ticket, prompt_logprobs):
-                self.submit(session, ticket, prompt_logprobs)
+            case Submit(ticket, prompt_logprobs, pooling):
+                self.submit(session, ticket, prompt_logprobs, pooling)
             case _:
                 super().execute(session, command)
 
     def submit(
-        self, session: Session, ticket: Ticket, num_prompt_logprobs: int | None = None
+        self,
+        session: Session,
+        ticket: Ticket,
+        num_prompt_logprobs: int | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
-        """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
-        `num_prompt_logprobs`: see `PrefillJob`."""
+        """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest."""
         if self.worker.draining:
             report(session, ticket, DRAINED)
             return
-        self._check(ticket)
+        self._check(ticket, 1 if pooling is None else 0)
         if self.jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job = PrefillJob(
@@ -87,6 +89,7 @@ class Prefill(Role[PrefillJob]):
             ticket,
             block_keys=BlockKeys.of(ticket, self.worker.spec.block_size),
             num_prompt_logprobs=num_prompt_logprobs,
+            pooling=pooling,
         )
         self.jobs.add(job)
         self.accept(job, "prefill worker", "queue", lambda: self._await_blocks(job))
@@ -188,7 +191,7 @@ class Prefill(Role[PrefillJob]):
         worker, allocation = self.worker, job.allocation
         assert allocation is not None
         new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
-        rules = worker.rules(job.ticket, job.num_prompt_logprobs)
+        rules = worker.rules(job.ticket, job.num_prompt_logprobs, job.pooling)
         group = group_class(job.ticket).to_compute(
             job.ticket, rules, new, fetched.computed, job.hashes
         )
@@ -216,16 +219,14 @@ class Prefill(Role[PrefillJob]):
         job.outputs += token_events(job.ticket, advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
-        if advance.embedding:
-            job.outputs.append(embedding_event(job.ticket, advance.embedding))
+        job.embedding = advance.embedding
         self._commit(job.ticket, advance.completed)
         if advance.remaining is None:
             self.worker.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
             self.release(job, job.ending)
         else:
-            num_tokens = 0 if advance.embedding else len(job.outputs)
-            self.worker.metrics.generation_tokens.inc(num_tokens)
+            self.worker.metrics.generation_tokens.inc(len(job.outputs))
             if advance.remaining:
                 self.worker.holders.give_back(job.ticket, advance.freed)
             self._finish(job, advance)
@@ -284,10 +285,10 @@ class Prefill(Role[PrefillJob]):
         super().forget(job)
         self._admission.prefixes.end(job.ticket.holder_id, job.hashes)
 
-    def _check(self, ticket: Ticket) -> None:
+    def _check(self, ticket: Ticket, num_drawn: int) -> None:
         if any(sequence.block_ids for sequence in ticket.sequences):
             raise InvalidRequest("a ticket for prefill has no blocks")
-        self.worker.check_ticket(ticket)
+        self.worker.check_ticket(ticket, num_drawn)
         if any(first_holder_id(job.ticket.holder_id) == ticket.holder_id for job in self.jobs):
             raise InvalidRequest("another request here has this holder")
         num_blocks = num_blocks_for(ticket, self.worker.spec.block_size)

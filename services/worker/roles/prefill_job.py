@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from blockstore.records import Allocation, PrefixHash
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import Generated, Prefilled
+from services.protocol.messages import Generated, Pooling, PoolingMode, Prefilled
 from services.worker.requests.jobs import Job
 
 
@@ -18,6 +18,8 @@ class PrefillJob(Job):
     """The block keys of its tokens."""
     num_prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each position of the prompt; None: none."""
+    pooling: Pooling | None = None
+    """How to make the embedding of the prompt; None: it draws tokens."""
     follows: PrefixHash | None = None
     """The hash of a prefix that this worker computes for another job, for which this one waits."""
     allocation: Allocation | None = None
@@ -25,6 +27,7 @@ class PrefillJob(Job):
     """The logprobs of the chunks so far."""
     outputs: list[Generated] = field(default_factory=list)
     """The tokens, or results of a beam search, so far."""
+    embedding: tuple[float, ...] = ()
     num_tokens: int = field(init=False)
     """The tokens to compute if nothing is cached."""
     num_uncomputed: int = field(init=False)
@@ -36,7 +39,8 @@ class PrefillJob(Job):
     @property
     def computes_all(self) -> bool:
         """Whether it computes all tokens, even those in adopted blocks: it needs their states."""
-        return self.num_prompt_logprobs is not None or self.ticket.sampling.needs_all_states
+        is_mean = self.pooling and self.pooling.mode is PoolingMode.MEAN
+        return bool(is_mean) or self.num_prompt_logprobs is not None
 
     @property
     def hashes(self) -> Sequence[PrefixHash]:
@@ -62,4 +66,5 @@ class PrefillJob(Job):
 
     def prefilled(self) -> Prefilled:
         """The event that reports its ticket, detached or finished, with all results."""
-        return Prefilled(self.ticket, tuple(self.outputs), tuple(self.prompt_logprobs))
+        logprobs = tuple(self.prompt_logprobs)
+        return Prefilled(self.ticket, tuple(self.outputs), logprobs, self.embedding)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +17,12 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
-from services.gateway.api import Delta, GenerationRequest, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.grpc.service import SERVICE_NAME, InferenceService
+from services.gateway.output.delta import Delta
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.gateway.workers import directory as worker_directory
 from services.runtime.rpc.transport import RpcServer, open_channel
@@ -179,12 +180,9 @@ class Call:
         self.task = asyncio.create_task(self._read(gateway))
 
     async def _read(self, gateway: Gateway) -> None:
-        deltas = gateway.generate(self.request)
-        try:
+        async with gateway.generate(self.request) as deltas:
             async for delta in deltas:
                 self.deltas.append(delta)
-        finally:
-            await deltas.aclose()
 
     @property
     def tokens(self) -> list[int]:
@@ -203,6 +201,13 @@ class Call:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.wait([self.task])
+
+
+async def read(gateway: Gateway, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    """The deltas of a request, for a test that reads one by one."""
+    async with gateway.generate(request) as deltas:
+        async for delta in deltas:
+            yield delta
 
 
 def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> GenerationRequest:

@@ -25,9 +25,9 @@ from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import ListModelsRequest
 from services.gateway.access.caller import Caller
 from services.gateway.access.guards import KeyGuard
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.frontend.service import SERVICE_NAME, InferenceService
-from services.gateway.request_metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
+from services.gateway.access_control import AccessControl
+from services.gateway.grpc.service import SERVICE_NAME, InferenceService
+from services.gateway.request.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
 from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 from tests.waiting import until

@@ -20,9 +20,9 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.page import PAGE
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.page import PAGE
+from services.gateway.http.server import http_server
 from services.runtime.errors import PromptTooLong, Unavailable
 from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked

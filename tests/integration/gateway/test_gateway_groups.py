@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
-from services.gateway.api import Delta
-from services.gateway.streaming import output
+from services.gateway.output import output
+from services.gateway.output.delta import Delta
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
+from .conftest import PROMPT, SPEC, Call, asked, read
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -146,7 +146,7 @@ async def test_an_unread_group_is_paused(
     decode = FakeDecode()
     decode.pause_after = 40
     harness = await make_harness(FakePrefill(), decode)
-    deltas = harness.gateway.generate(asked(max_tokens=100, sampling=N))
+    deltas = read(harness.gateway, asked(max_tokens=100, sampling=N))
     got = [await anext(deltas)]
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None

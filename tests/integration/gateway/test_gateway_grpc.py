@@ -7,8 +7,8 @@ import pytest
 from grpc import aio
 
 from quire.v1 import inference_pb2, sampling_pb2
-from services.gateway.frontend.service import SERVICE_NAME
-from services.gateway.intake.prompts import MAX_MESSAGES
+from services.gateway.chat.prompts import MAX_MESSAGES
+from services.gateway.grpc.service import SERVICE_NAME
 from services.runtime.rpc.transport import open_channel
 from tests.waiting import until
 

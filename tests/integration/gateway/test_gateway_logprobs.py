@@ -101,7 +101,7 @@ async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     make_harness: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do not fit into a message; the error has the numbers."""
-    monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_PER_MESSAGE", 209)
+    monkeypatch.setattr("services.gateway.chat.admission.MAX_LOGPROBS_PER_MESSAGE", 209)
     harness = await make_harness(*workers)
     request = asked(prompt=PROMPT, sampling={"prompt_logprobs": 20})
     with pytest.raises(InvalidRequest, match="20 of 10 tokens are 210 logprobs, at most 209"):

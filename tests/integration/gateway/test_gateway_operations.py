@@ -13,7 +13,7 @@ from blockstore.registry import Member
 from quire.v1 import block_manager_pb2, block_manager_pb2_grpc
 from quire.v1.supervisor_pb2 import ScaleRequest
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
-from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import UnknownWorker
 from services.runtime.rpc.error_table import RemoteError

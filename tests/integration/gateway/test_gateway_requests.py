@@ -11,14 +11,14 @@ import pytest
 from quire.v1 import prefill_pb2
 from services.gateway.api import (
     ChatMessage,
+    EmbeddingRequest,
     GenerationRequest,
     RequestedBeams,
-    RequestedEmbedding,
     RequestedSampling,
 )
-from services.gateway.intake import admission
-from services.gateway.intake.admission import resolve_max_tokens
-from services.gateway.streaming import output
+from services.gateway.chat import admission
+from services.gateway.chat.admission import resolve_max_tokens
+from services.gateway.output import output
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.pool import Pool
 from services.model.structured.structure import Structure, StructureKind
@@ -32,7 +32,7 @@ from services.runtime.errors import (
 )
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
+from .conftest import PROMPT, SPEC, Call, asked, read
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
@@ -346,10 +346,8 @@ def test_request_beyond_the_pool_is_told_the_context_and_the_room() -> None:
 async def test_embedding_beyond_the_context_is_not_told_of_a_token_to_generate(
     harness: Any,
 ) -> None:
-    sampling = RequestedSampling(embedding=RequestedEmbedding())
-    request = GenerationRequest(prompt=(7,) * 4097, sampling=sampling)
     with pytest.raises(PromptTooLong) as refused:
-        await Call(harness.gateway, request).result()
+        await harness.gateway.embed(EmbeddingRequest((7,) * 4097))
     assert str(refused.value) == (
         "This model's maximum context length is 4096 tokens. However, the prompt has 4097 tokens"
     )
@@ -373,7 +371,7 @@ async def test_a_client_that_does_not_read_is_cancelled(
     monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 100)
     decode = FakeDecode()
     harness = await make_harness(FakePrefill(), decode)
-    deltas = harness.gateway.generate(asked(max_tokens=1000))
+    deltas = read(harness.gateway, asked(max_tokens=1000))
     await anext(deltas)
     await until(lambda: decode.aborted == [("r1", 1)])
     with pytest.raises(Overloaded, match="too slowly"):

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api import Delta
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
-from services.gateway.streaming import output
+from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.server import http_server
+from services.gateway.output import output
+from services.gateway.output.delta import Delta
 from services.runtime.errors import Overloaded
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked
+from .conftest import PROMPT, Call, GatewayHarness, asked, read
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM_TOKENS = 100
@@ -36,7 +36,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
 
 async def stalled(harness: GatewayHarness, decode: FakeDecode) -> AsyncGenerator[Delta, None]:
     """A request at rest, since its client has read only the first delta."""
-    deltas = harness.gateway.generate(asked(max_tokens=NUM_TOKENS))
+    deltas = read(harness.gateway, asked(max_tokens=NUM_TOKENS))
     assert (await anext(deltas)).token_ids == tuple(expected(PROMPT, 1))
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.gateway.models import structures
-from services.gateway.models.structures import StructureChecker
+from services.gateway.workers.models import structures
+from services.gateway.workers.models.structures import StructureChecker
 from services.model.checkpoint.reading import read_model_config
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import InvalidRequest, StartupError

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import httpx
 import openai
@@ -11,14 +11,16 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.types import Usage
 from services.gateway.api import (
-    Delta,
+    Embedding,
+    EmbeddingRequest,
     GenerationRequest,
     ServedModel,
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.output.delta import Delta
 from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10
@@ -37,6 +39,7 @@ class FakeGenerator:
         self.refusals: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.error_at = 0
+        self.embedding_requests: list[EmbeddingRequest] = []
         self.pause_at: int | None = None
         self.delay_s = 0.0
         self.is_endless = False
@@ -49,7 +52,12 @@ class FakeGenerator:
         self.num_drafts = (0, 0)  # accepted, rejected
         self.finish_reason = "stop"
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+        async with aclosing(self.deltas(request)) as deltas:
+            yield deltas
+
+    async def deltas(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         self.has_workers = True  # if there were none, it waited for them
         self.num_running += 1
@@ -85,8 +93,14 @@ class FakeGenerator:
             FinishReason(self.finish_reason) if last else None,
             "END" if last else None,
             usage if is_end or request.running_usage else None,
-            embedding=(0.6, -0.8) if request.sampling.embedding else (),
         )
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        self.embedding_requests.append(request)
+        async with self.generate(GenerationRequest(request.prompt)) as deltas:
+            *_, last = [delta async for delta in deltas]
+        assert last.usage is not None
+        return Embedding(request.request_id, (0.6, -0.8), last.usage)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:

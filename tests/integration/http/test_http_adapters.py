@@ -6,9 +6,9 @@ import httpx
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.frontend.http.adapters import adapter_routes
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.adapters import adapter_routes
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from services.runtime.errors import InvalidRequest
 from tests.api_keys import ALICE, OPERATOR, keyring
 

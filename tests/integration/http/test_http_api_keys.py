@@ -13,16 +13,16 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from services.gateway.access.caller import bind_caller
+from services.gateway.access_control import AccessControl
 from services.gateway.api import GenerationRequest, RequestedSampling, TokenizeRequest
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.middleware.authentication import (
+from services.gateway.http.app import create_app
+from services.gateway.http.middleware.authentication import (
     OPEN_PATHS,
     OPERATION_PATHS,
     OPERATOR_PATHS,
 )
-from services.gateway.frontend.http.page import PAGE
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.page import PAGE
+from services.gateway.http.server import http_server
 from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
@@ -227,8 +227,13 @@ async def test_a_negative_number_of_sequences_makes_no_room(generator: FakeGener
     bind_caller(account.caller)
     generator.pause_at = 0
     asked = RequestedSampling(n=-5)
-    running = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
-    waits = asyncio.ensure_future(anext(running))
+
+    async def wait() -> None:
+        opened = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
+        async with opened as deltas:
+            await anext(deltas)
+
+    waits = asyncio.ensure_future(wait())
     await generator.paused.wait()
     assert account.num_sequences == 1
     waits.cancel()

@@ -7,7 +7,6 @@ import numpy as np
 import openai
 import pytest
 
-from services.gateway.api import RequestedEmbedding
 from services.runtime.errors import PromptTooLong, QueueFull
 
 from .conftest import FakeGenerator
@@ -26,8 +25,8 @@ async def test_openais_client_reads_vectors(
             assert np.allclose(one.embedding, VALUES, atol=1e-7)
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (14, 14)
         assert answer.model == "tiny"
-    assert [request.prompt for request in generator.requests[:2]] == ["a", "b"]
-    assert all(r.sampling.embedding == RequestedEmbedding() for r in generator.requests)
+    assert [request.prompt for request in generator.embedding_requests[:2]] == ["a", "b"]
+    assert all(request.dimensions is None for request in generator.embedding_requests)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +39,12 @@ async def test_every_form_of_input(
     body = {"input": given, "dimensions": 2, "priority": 3, "cache_salt": "s", "request_id": "r"}
     answer = await http.post("/v1/embeddings", json=body)
     assert answer.status_code == 200, answer.text
-    assert [request.prompt for request in generator.requests] == prompts
-    assert generator.requests[0].sampling.embedding == RequestedEmbedding(2)
-    assert {(r.priority, r.cache_salt) for r in generator.requests} == {(3, "s")}
+    assert [request.prompt for request in generator.embedding_requests] == prompts
+    assert {request.dimensions for request in generator.embedding_requests} == {2}
+    assert {(r.priority, r.cache_salt) for r in generator.embedding_requests} == {(3, "s")}
     many = len(prompts) > 1
     names = [f"r-{i}" for i in range(len(prompts))] if many else ["r"]
-    assert [request.request_id for request in generator.requests] == names
+    assert [request.request_id for request in generator.embedding_requests] == names
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ async def test_a_bad_body_is_refused(
     answer = await http.post("/v1/embeddings", json=body)
     assert answer.status_code == 400
     assert problem in answer.json()["error"]["message"]
-    assert not generator.requests
+    assert not generator.embedding_requests
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 
 from .conftest import HI, FakeGenerator, soon
 

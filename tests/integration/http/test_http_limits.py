@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.middleware.body_limits import MAX_BODY_BYTES
+from services.gateway.http.server import http_server
 from tests.waiting import until
 
 from .conftest import FakeGenerator, soon

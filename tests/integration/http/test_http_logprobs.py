@@ -11,15 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.types import Candidate, Usage
-from services.gateway.api import (
-    Delta,
-    GenerationRequest,
-    PromptReport,
-    ServedModel,
-    TokenLogprobs,
-)
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.api import GenerationRequest, ServedModel
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator
@@ -58,7 +53,7 @@ PROMPT = PromptReport(
 class Generator(FakeGenerator):
     """Generates the requested fields, one token a delta, always with the two likeliest tokens."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         sampling = request.sampling
         number = min(sampling.max_tokens or len(TOKENS), len(TOKENS))

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 
 from services.gateway.api import ChatMessage, ServedModel, TokenizeRequest
-from services.gateway.frontend.http.app import create_app
+from services.gateway.http.app import create_app
 from services.runtime import errors
 
 from .conftest import HI, FakeGenerator
@@ -35,7 +35,7 @@ def body_schema(document: dict[str, Any], path: str) -> Any:
 def test_every_route_is_listed(generator: FakeGenerator) -> None:
     app = create_app(generator, CollectorRegistry())
     routes = {route.path.replace(":path", "") for route in app.routes}  # type: ignore[attr-defined]
-    from services.gateway.frontend.http.openapi import openapi_document
+    from services.gateway.http.openapi import openapi_document
 
     api = {path for path in routes if path != "/" and not path.startswith("/dashboard")}
     assert set(openapi_document("1")["paths"]) == api

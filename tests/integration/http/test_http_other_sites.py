@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 
 from .conftest import HI, LIMIT_S, FakeGenerator
 

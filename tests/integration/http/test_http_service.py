@@ -5,8 +5,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from services.runtime import errors
 
 from .conftest import HI, FakeGenerator

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.certificates import write_certificates
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.server import http_server
 from services.runtime.rpc.tls import TlsFiles
 
 from .raw import LIMIT_S, Connection, connected

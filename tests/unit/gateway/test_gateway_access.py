@@ -19,10 +19,10 @@ from services.gateway.access.caller import (
 )
 from services.gateway.access.client_address import client_address
 from services.gateway.access.guards import KeyGuard
+from services.gateway.access_control import check_cost
 from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
-from services.gateway.frontend.access_control import check_cost
+from services.gateway.chat.admission import check_priority
 from services.gateway.identity import scoped_id
-from services.gateway.intake.admission import check_priority
 from services.runtime.errors import (
     InvalidApiKey,
     InvalidRequest,

@@ -5,15 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api import (
-    Delta,
-    GenerationRequest,
-    Received,
-    RequestedBeams,
-    RequestedSampling,
-)
-from services.gateway.intake.admission import check_received
-from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
+from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.chat.admission import check_received
+from services.gateway.chat.beams import resolve_beam, with_greedy_sampling
+from services.gateway.output.delta import Delta, Received
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
     Admit,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from services.gateway.request import sending
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
     Abort,
@@ -69,7 +70,7 @@ class Disturbances:
             if not await self._walk.reserve(granted=last < 0.8):
                 self.released.add(("d", self._attempt))
             elif self._request.is_computed:
-                self._request.admit()
+                sending.admit(self._request)
         elif status is RequestStatus.RESERVING:
             self._walk.start()
         elif last < 0.05:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.models.generation_config import GenerationConfig
+from services.gateway.workers.models.generation_config import GenerationConfig
 from services.model.config.model_config import GenerationDefaults
 from services.runtime.errors import StartupError
 

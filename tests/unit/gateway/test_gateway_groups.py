@@ -1,10 +1,9 @@
 """A request with several sequences: one request, one ticket, and an end for each sequence."""
 
-from dataclasses import replace
-
 import pytest
 
-from services.gateway.api import Received
+from services.gateway.output.delta import Received
+from services.gateway.request import resuming, sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DetachedTicket
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
@@ -21,7 +20,6 @@ from .walk import (
     deltas_of,
     expected,
     generated,
-    output_of,
     requeued,
     step,
     text_of,
@@ -156,10 +154,10 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    slot = walk.request.reserve_target(other)
+    slot = sending.reserve_target(walk.request, other)
     assert other.sent == [Reserve("r1", 2, NUM)]
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.request.request_move(slot)
+    assert sending.request_move(walk.request, slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
     assert other.num_taken_slots == 2
@@ -201,7 +199,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1)
         for index, tokens in there.items()
     )
-    sampling, issuer = walk.request.asked.sampling, ScriptedWorker("issuer")
+    sampling, issuer = walk.request.sampling, ScriptedWorker("issuer")
     ticket = Ticket(
         *("r1", 7, 5, "h", 4),
         pool_id="pool",
@@ -210,10 +208,10 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         sampling=sampling,
         sequences=sequences,
     )
-    walk.request.adopt(DetachedTicket(issuer, ticket))
+    resuming.adopt(walk.request, DetachedTicket(issuer, ticket))
     assert walk.request.is_computed
     assert await walk.reserve()
-    walk.request.admit()
+    sending.admit(walk.request)
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert {s.index: s.token_ids for s in admit.ticket.sequences} == there
@@ -231,7 +229,7 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     step(walk, 0, MAX_TOKENS - 1)
     step(walk, 1, 3)
     step(walk, 3, MAX_TOKENS - 1)
-    request, before = walk.request.asked, walk.output
+    before = walk.output
     received = (
         Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
         Received(1, tuple(expected(2, 1))),
@@ -240,15 +238,12 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
         (Received(1, tuple(expected(2, 1)), FinishReason.STOP),),
         (Received(2, tuple(expected(2, 1))),),
     ):
-        output = output_of(request)
-        output.replay(wrong)
         with pytest.raises(DuplicateRequest):
-            walk.request.resume(replace(request, received=wrong), output)
+            resuming.resume(walk.request, walk.call(wrong))
     with pytest.raises(DuplicateRequest):
-        walk.request.resume(replace(request, num_sequences=3), before)
-    walk.output = output_of(request)
-    walk.output.replay(received)
-    walk.request.resume(replace(request, received=received), walk.output)
+        resuming.resume(walk.request, walk.call((), n=3))
+    resuming.resume(walk.request, walk.call(received))
+    walk.output = walk.request.output
     for index in (1, 2):
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
     deltas = await deltas_of(walk)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.request import resuming
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Abort, Failed
 from services.runtime.errors import DuplicateRequest, InvalidRequest
@@ -64,6 +65,7 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
 async def test_a_request_goes_on_only_for_the_same_model() -> None:
     """The token ids of one model mean nothing to another."""
     walk = Walk()
-    request = replace(walk.request.asked, model="another", received=())
+    call = walk.call(())
+    call.model = "another"
     with pytest.raises(DuplicateRequest):
-        walk.request.resume(request, walk.output)
+        resuming.resume(walk.request, call)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.api import ChatMessage, Prompt, PromptReport
-from services.gateway.streaming.logprob_text import PromptReporter, with_text
+from services.gateway.api import ChatMessage, Prompt
+from services.gateway.output.delta import PromptReport
+from services.gateway.output.logprob_text import PromptReporter, with_text
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 

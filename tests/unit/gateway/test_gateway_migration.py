@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.request import sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DecodeReservation
 from services.protocol.messages import (
@@ -38,7 +39,7 @@ async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
     assert walk.request.movable_from is walk.decode
     other = ScriptedWorker("other")
-    slot = walk.request.reserve_target(other)
+    slot = sending.reserve_target(walk.request, other)
     assert other.sent == [Reserve("r1", 2)]
     return ticket, other, slot
 
@@ -49,7 +50,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     ticket, other, slot = await moving(walk)
     walk.on_event(walk.decode, generated(walk, expected(3)[2]))
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.request.request_move(slot)
+    assert sending.request_move(walk.request, slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     walk.on_event(walk.decode, generated(walk, expected(4)[3]))
     given = handed_over(walk, ticket)
@@ -74,7 +75,7 @@ async def test_a_request_without_a_slot_elsewhere_keeps_running() -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=False))
-    assert not walk.request.request_move(slot)
+    assert not sending.request_move(walk.request, slot)
     assert walk.request.movable_from is walk.decode
     assert other.refused == 1
     assert other.num_taken_slots == 0
@@ -90,7 +91,7 @@ async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert HandOver("r1", 1) not in walk.decode.sent
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert not walk.request.request_move(slot)
+    assert not sending.request_move(walk.request, slot)
     assert HandOver("r1", 1) not in walk.decode.sent
     assert other.num_taken_slots == 0
     walk.request.close()
@@ -101,7 +102,7 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.request.request_move(slot)
+    assert sending.request_move(walk.request, slot)
     rest = expected(MAX_TOKENS)[2:]
     match end:
         case "finished":
@@ -122,7 +123,7 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
     is gone."""
     ticket, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.request.request_move(slot)
+    assert sending.request_move(walk.request, slot)
     walk.on_lost(other, died=True)
     walk.on_event(walk.decode, handed_over(walk, ticket))
     assert walk.request.status is RequestStatus.QUEUED
@@ -136,10 +137,10 @@ async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
     walk = Walk()
     issuer = await at_rest(walk)
     assert not await walk.reserve(granted=False)
-    assert not await walk.request.reserve(walk.decode, timeout_s=0)  # no answer
+    assert not await sending.reserve(walk.request, walk.decode, timeout_s=0)  # no answer
     assert walk.request.attempt.detached is not None
     assert await walk.reserve()
-    walk.request.admit()
+    sending.admit(walk.request)
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert admit.ticket.attempt == walk.request.attempt.number
@@ -176,7 +177,7 @@ async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> No
     walk = Walk()
     issuer = await at_rest(walk)
     assert await walk.reserve()
-    walk.request.admit()
+    sending.admit(walk.request)
     attempt = walk.request.attempt.number
     walk.on_event(issuer, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert walk.request.status is RequestStatus.QUEUED
@@ -188,7 +189,7 @@ async def test_a_handed_over_ticket_that_does_not_go_on_where_we_are_is_refused(
     walk = Walk()
     ticket, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.request.request_move(slot)
+    assert sending.request_move(walk.request, slot)
     given = handed_over(walk, ticket)
     assert given.ticket is not None
     wrong = replace(given.ticket.sequences[0], token_ids=(1, 2))

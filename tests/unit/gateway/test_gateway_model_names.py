@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from services.gateway.access.caller import Caller, bind_caller
+from services.gateway.access_control import AccessControl
 from services.gateway.api import ServedModel
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
+from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
 
 ALIASES = {"default": "small", "gpt-4": "big", "big": "small", "later": "gone"}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from quire.types import Candidate
-from services.gateway.api import Delta, Received
-from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
-from services.gateway.streaming.sequence import Sequence
-from services.gateway.streaming.text import Text
+from services.gateway.output.delta import Delta, Received
+from services.gateway.output.output import MAX_UNREAD_TOKENS, Output, RequestStats
+from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
+from services.gateway.output.sequence import Sequence
+from services.gateway.output.text import Text
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
 from services.model.text.stop_strings import StopMatcher

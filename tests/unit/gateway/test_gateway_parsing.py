@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.parsing.choice import Parsers
-from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.parsing.parts import (
+from services.gateway.output.parser.choice import Parsers
+from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
+from services.gateway.output.parser.parts import (
     CallArguments,
     CallIds,
     CallStart,

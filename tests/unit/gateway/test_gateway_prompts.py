@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.gateway.intake.prompts import tokenize_prompt
+from services.gateway.chat.prompts import tokenize_prompt
 from services.model.text.tokenizer import Tokenizer
 
 BOS = 256

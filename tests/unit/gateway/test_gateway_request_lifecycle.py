@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.request import sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
@@ -61,7 +62,7 @@ async def test_a_refusal_leaves_it_where_it_was() -> None:
 
 async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
     walk = Walk()
-    assert not await walk.request.reserve(walk.decode, timeout_s=0)
+    assert not await sending.reserve(walk.request, walk.decode, timeout_s=0)
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
     walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
     assert (walk.request.status, walk.request.attempt.number) == (RequestStatus.QUEUED, 2)
@@ -70,7 +71,7 @@ async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
 async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
     """A busy event loop sees the answer and the end of the time limit at once."""
     walk = Walk()
-    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=0.002))
+    asking = asyncio.create_task(sending.reserve(walk.request, walk.decode, timeout_s=0.002))
     await asyncio.sleep(0)
     granted = Reserved("r1", 1, granted=True)
     asyncio.get_running_loop().call_later(0.001, walk.on_event, walk.decode, granted)
@@ -82,7 +83,7 @@ async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
 
 async def test_cancelled_while_a_slot_is_asked_for() -> None:
     walk = Walk()
-    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=5))
+    asking = asyncio.create_task(sending.reserve(walk.request, walk.decode, timeout_s=5))
     await asyncio.sleep(0)
     walk.request.close()
     assert not await asking
@@ -91,7 +92,7 @@ async def test_cancelled_while_a_slot_is_asked_for() -> None:
 
 async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None:
     walk = Walk()
-    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=5))
+    asking = asyncio.create_task(sending.reserve(walk.request, walk.decode, timeout_s=5))
     await asyncio.sleep(0)
     walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
     walk.on_lost(walk.decode, died=True)

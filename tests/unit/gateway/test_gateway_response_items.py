@@ -3,9 +3,9 @@
 from typing import Any
 
 from quire.types import Candidate
-from services.gateway.api import Delta, TokenLogprobs
-from services.gateway.frontend.http.responses_api.output import OutputItems
-from services.gateway.parsing.parts import CallStart, Content, Part
+from services.gateway.http.responses_api.output import OutputItems
+from services.gateway.output.delta import Delta, TokenLogprobs
+from services.gateway.output.parser.parts import CallStart, Content, Part
 
 
 def delta(token: str, parts: tuple[Part, ...]) -> Delta:

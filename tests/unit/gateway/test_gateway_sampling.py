@@ -13,8 +13,8 @@ from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from quire.messages import Request, generate_request
 from quire.types import Sampling
 from services.gateway.api import RequestedSampling
-from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.models.catalog import Model, load_model
+from services.gateway.chat.sampling import resolve_sampling
+from services.gateway.workers.models.catalog import Model, load_model
 from services.model.config.model_config import GenerationDefaults
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest

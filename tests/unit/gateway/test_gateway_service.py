@@ -1,22 +1,22 @@
 """The request that the gateway makes of a client's gRPC message."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from quire.progress import ACCEPTED_METADATA
 from quire.v1 import inference_pb2, sampling_pb2
-from services.gateway.api import (
-    ChatMessage,
-    Delta,
-    GenerationRequest,
-    Received,
-    RequestedSampling,
-    ServedModel,
-)
-from services.gateway.frontend.service import InferenceService
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling, ServedModel
+from services.gateway.grpc.service import InferenceService
+from services.gateway.output.delta import Delta, Received
 from services.protocol.ticket import FinishReason
 from tests.grpc_context import FakeContext
+
+
+async def _nothing() -> AsyncGenerator[Delta, None]:
+    return
+    yield
 
 
 class Recorder:
@@ -26,10 +26,10 @@ class Recorder:
         self.asked: list[GenerationRequest] = []
         self.refusals: list[tuple[str, str, str]] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         self.asked.append(request)
-        return
-        yield
+        yield _nothing()
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self.refusals.append((request_id, model, code))

@@ -10,10 +10,10 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
-from services.gateway.change_notifier import ChangeNotifier
-from services.gateway.models.catalog import Model
 from services.gateway.workers import directory as directory_module
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.worker import Worker
 from services.runtime.errors import StartupError
 

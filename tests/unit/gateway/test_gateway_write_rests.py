@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from services.gateway.streaming.rests import LONGEST_S, RATIO, WriteRests
+from services.gateway.output.rests import LONGEST_S, RATIO, WriteRests
 from tests.property.late import VirtualLoop
 
 

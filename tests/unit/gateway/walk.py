@@ -3,19 +3,20 @@
 import asyncio
 import itertools
 import zlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
-from services.gateway.api import Delta
-from services.gateway.request import worker_events
-from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.output.delta import Delta, Received
+from services.gateway.output.output import Output, RequestStats
+from services.gateway.output.sequence import Sequence
+from services.gateway.output.text import Text
+from services.gateway.request import sending, worker_events
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
-from services.gateway.streaming.output import Output, RequestStats
-from services.gateway.streaming.sequence import Sequence
-from services.gateway.streaming.text import Text
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
@@ -53,6 +54,7 @@ class NoMeter:
 class ScriptedHost:
     def __init__(self) -> None:
         self.pull: Pull = no_pull
+        self.attempt_numbers: Iterator[int] = itertools.count(1)
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
@@ -92,16 +94,20 @@ def text_of(token_ids: Seq[int]) -> str:
     return "".join(f"{token_id}," for token_id in token_ids)
 
 
-def output_of(request: AdmittedRequest) -> Output:
+def output_of(request: Request) -> Output:
     pieces = [b"%d," % token for token in range(256)]
+    assert isinstance(request.asked, GenerationRequest)
+    asked = request.asked.sampling
     sequences = [
         Sequence(
-            index, Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(request.stop)), frozenset()
+            index,
+            Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(asked.stop)),
+            frozenset(),
         )
-        for index in range(request.num_sequences)
+        for index in range(asked.n)
     ]
     stats, clock = RequestStats(len(PROMPT), 0.0), asyncio.get_running_loop().time
-    return Output(request.request_id, stats, sequences, NoMeter(), clock)
+    return Output(request.id, stats, sequences, NoMeter(), clock)
 
 
 class Walk:
@@ -116,14 +122,26 @@ class Walk:
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.host = ScriptedHost()
+        beams = None if beam is None else RequestedBeams(beam.width)
+        asked = RequestedSampling(n=num_sequences, stop=stop, beam=beams)
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
-        request = AdmittedRequest(
-            *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences),
-        )
-        self.output = output_of(request)
+        self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=deadline)
         self.request = Request(
-            request, QueuePosition(0, 1), self.output, self.host, itertools.count(1)
+            *(self.asked, "r1", "toy", PROMPT, sampling),
+            num_sequences_asked=num_sequences,
         )
+        self.output = self.request.output = output_of(self.request)
+        self.request.begin(self.host, QueuePosition(0, 1))
+
+    def call(self, received: tuple[Received, ...], *, n: int | None = None) -> Request:
+        """A call of the same client, with what it has received."""
+        request = self.request
+        sampling = replace(self.asked.sampling, n=n or self.asked.sampling.n)
+        asked = replace(self.asked, received=received, sampling=sampling)
+        call = Request(asked, *(request.id, request.model, PROMPT, request.sampling))
+        call.output = output_of(call)
+        call.output.replay(received)
+        return call
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         worker_events.on_event(self.request, sender, event)
@@ -132,13 +150,13 @@ class Walk:
         worker_events.on_lost(self.request, worker, died=died)
 
     async def reserve(self, granted: bool = True) -> bool:
-        asking = asyncio.create_task(self.request.reserve(self.decode, timeout_s=5))
+        asking = asyncio.create_task(sending.reserve(self.request, self.decode, timeout_s=5))
         await asyncio.sleep(0)
         self.on_event(self.decode, Reserved("r1", self.request.attempt.number, granted))
         return await asking
 
     def start(self) -> Ticket:
-        self.request.submit(self.prefill, PrefillLoad(3), "pool", ROOT)
+        sending.submit(self.request, self.prefill, PrefillLoad(3), "pool", ROOT)
         submit = self.prefill.sent[-1]
         assert isinstance(submit, Submit)
         return submit.ticket

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 
 from services.gateway.api import RequestedTools, ToolChoice
-from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
-from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined
+from services.gateway.chat.tool_grammars import structure_after_reasoning, structure_of_calls
+from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
+from services.gateway.output.parser.parts import CallArguments, CallStart, Part, joined
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import InvalidRequest
 from tests.forms import EOS, Forms, allowed

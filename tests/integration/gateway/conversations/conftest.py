@@ -8,8 +8,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import GatewayHarness, write_model
 from tests.integration.gateway.fakes import decode, prefill

@@ -10,16 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.api import (
-    ChatMessage,
-    Delta,
-    Received,
-    RequestedTools,
-    TokenizeRequest,
-)
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
-from services.gateway.parsing.parts import Part, joined
+from services.gateway.api import ChatMessage, RequestedTools, TokenizeRequest
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.output.delta import Delta, Received
+from services.gateway.output.parser.parts import Part, joined
 from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from tests.integration.gateway.conftest import GatewayHarness
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill
 

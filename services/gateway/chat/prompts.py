@@ -1,0 +1,203 @@
+"""Turns prompts into token ids.
+
+Long prompts are tokenized in threads. The work is bounded: a text that does not fit the context is
+refused after the part that fills the context, not after all of it.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from pydantic_core import to_json
+
+from services.gateway.api import ChatMessage, Prompt, RequestedTools, TemplateArguments, ToolChoice
+from services.gateway.chat.conversations import fitted
+from services.gateway.workers.models.catalog import Model
+from services.runtime.errors import InvalidRequest, PromptTooLong
+
+_SHORT_CHARS = 2048
+"""Up to this length, tokenizing takes less time than a change to a thread and back."""
+
+PROMPT = "prompt"
+"""The name in errors of whatever field has the prompt; the HTTP server names its own."""
+
+MAX_MESSAGES = 16_384
+"""Limit for the messages of a chat; to render a message takes about 20 us."""
+
+_TEMPLATE_KEYS = (
+    *("messages", "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    *("tools", "id", "type", "function", "description", "parameters", "arguments", "thinking"),
+)
+"""The keys of messages and tools that a template names. Other keys are text of the client."""
+
+_FIRST_LOOK_CHARS = 1 << 17
+_NUM_THREADS = 2
+
+_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+
+async def tokenize_prompt(
+    prompt: Prompt,
+    model: Model,
+    max_model_len: int,
+    arguments: TemplateArguments | None = None,
+    tools: RequestedTools | None = None,
+    *,
+    add_special_tokens: bool = True,
+    add_generation_prompt: bool = True,
+) -> tuple[int, ...]:
+    """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
+    every text, such as BOS, or none.
+
+    `arguments`: variables of the chat template. `tools`: functions that a chat's template
+    describes. `add_special_tokens`: to text. `add_generation_prompt`: to a chat.
+
+    Raises InvalidRequest or PromptTooLong.
+    """
+    if isinstance(prompt, str):
+        encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        work = partial(_encode, prompt, model, max_model_len, encode)
+    else:
+        definitions = _shown(tools, model)
+        chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
+        work = partial(_token_ids, prompt, model, max_model_len, chat)
+    if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def _shown(tools: RequestedTools | None, model: Model) -> Sequence[Mapping[str, Any]]:
+    """The tools that the chat template gets. A template without a place for them gets none if they
+    may not be called."""
+    if tools is None:
+        return ()
+    template = model.chat_template
+    has_place = template is None or template.takes_tools
+    return () if tools.choice is ToolChoice.NONE and not has_place else tools.definitions
+
+
+def check_num_messages(number: int) -> None:
+    """Raises InvalidRequest if a chat has too many messages."""
+    if number > MAX_MESSAGES:
+        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}", PROMPT)
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest, with the token id, if one is outside the vocabulary."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name}: {token_id} is not in the vocabulary of {vocab_size}", name
+            )
+
+
+def _num_chars(prompt: Prompt) -> int:
+    if messages := _messages(prompt):
+        return sum(_num_message_chars(message) for message in messages)
+    return len(prompt)
+
+
+def _num_message_chars(message: ChatMessage) -> int:
+    fields = to_json(message.fields) if message.fields else b""
+    return len(message.role) + len(message.content) + len(fields)
+
+
+def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
+    """The messages of a chat; none for any other prompt."""
+    is_chat = bool(prompt) and isinstance(prompt[0], ChatMessage)
+    return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the chat template renders a chat."""
+
+    arguments: TemplateArguments
+    tools: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool
+
+
+def _token_ids(
+    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
+) -> tuple[int, ...]:
+    if messages := _messages(prompt):
+        if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
+            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+        text, hidden = _render(messages, model, options)
+        encode = partial(model.tokenizer.encode_chat, hidden=hidden)
+        return _encode(text, model, max_model_len, encode)
+    token_ids = cast("tuple[int, ...]", prompt)
+    if len(token_ids) > max_model_len:  # before each is checked
+        raise prompt_too_long(str(len(token_ids)), max_model_len)
+    check_token_ids("prompt", token_ids, model.config.vocab_size)
+    return token_ids
+
+
+def _render(
+    messages: Sequence[ChatMessage], model: Model, options: ChatOptions
+) -> tuple[str, Mapping[str, str]]:
+    """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
+
+    Only the template may place special tokens. Those that the client wrote are hidden, so that they
+    stay text.
+    """
+    if model.chat_template is None or model.template_traits is None:
+        raise InvalidRequest("this model has no chat template; send text or token ids", PROMPT)
+    for number, message in enumerate(messages):
+        if not message.role:
+            raise InvalidRequest(f"message {number} has no role", PROMPT)
+    if options.tools and not model.chat_template.takes_tools:
+        raise InvalidRequest("this model's chat template has no place for tools", "tools")
+    written = {
+        "messages": fitted(messages, model.template_traits),
+        "arguments": options.arguments,
+        "tools": options.tools,
+    }
+    variables = filter(str.isidentifier, options.arguments)
+    given, hidden = model.tokenizer.special.hide(written, {*_TEMPLATE_KEYS, *variables})
+    text = model.chat_template.render(
+        given["messages"],
+        add_generation_prompt=options.add_generation_prompt,
+        arguments=given["arguments"],
+        tools=given["tools"],
+    )
+    return text, hidden
+
+
+def _encode(
+    text: str, model: Model, max_model_len: int, encode: Callable[[str], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Tokenizes `text`; tokenizes prefixes of a long text first, each twice as long as the last.
+
+    Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
+    the context, plus 64, proves that the whole text does not fit.
+    """
+    surely_too_many = max_model_len + max_model_len // 10 + 64
+    look = _FIRST_LOOK_CHARS
+    while look < len(text):
+        num_seen = len(model.tokenizer.encode(text[:look], add_special_tokens=False))
+        if num_seen > surely_too_many:
+            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+        look *= 2
+    token_ids = encode(text)
+    if token_ids and max(token_ids) >= model.config.vocab_size:
+        raise InvalidRequest(
+            f"the prompt has token {max(token_ids)}, and the model's vocabulary only "
+            f"{model.config.vocab_size}",
+            PROMPT,
+        )
+    return token_ids
+
+
+def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens", PROMPT
+    )
+
+
+def context_length(num_tokens: int) -> str:
+    """The sentence by which OpenAI's clients recognize that a request is too long."""
+    return f"This model's maximum context length is {num_tokens} tokens."

@@ -1,1 +1,0 @@
-"""The gateway's servers: gRPC, HTTP, and the relay of operators' calls."""

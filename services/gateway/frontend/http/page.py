@@ -1,5 +1,0 @@
-"""The files of the dashboard's page."""
-
-from pathlib import Path
-
-PAGE = Path(__file__).parents[2] / "dashboard" / "page"

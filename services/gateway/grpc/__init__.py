@@ -1,0 +1,1 @@
+"""The gRPC services: generation, adapters, and the relay of operators' calls."""

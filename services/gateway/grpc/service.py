@@ -1,0 +1,219 @@
+"""The gRPC service `Inference`: translates protobuf to the types of the gateway and back."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from grpc import aio
+
+from quire.progress import ACCEPTED_METADATA
+from quire.types import Candidate
+from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
+from services.gateway.api import (
+    ChatMessage,
+    EmbeddingRequest,
+    GenerationRequest,
+    Generator,
+    Prompt,
+    RequestedBeams,
+    RequestedSampling,
+    new_resume_token,
+)
+from services.gateway.chat.prompts import check_num_messages
+from services.gateway.output.delta import Delta, Received, TokenLogprobs
+from services.protocol.codec import finish_reason_from_wire
+from services.protocol.fields import FINISH_REASONS
+from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
+from services.runtime.errors import InvalidRequest
+
+SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+_OPTIONAL_SAMPLING = [
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
+]
+"""The fields that a message may lack, which have the same names in `RequestedSampling`."""
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Serves `generator` over gRPC.
+
+    Methods raise the domain's errors; the server's interceptor maps them to gRPC statuses.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        with self._recorded(request):
+            asked = request_from_wire(request, context.time_remaining())
+        await context.send_initial_metadata(((ACCEPTED_METADATA, ""),))
+        unsent_token = asked.resume_token
+        async with self._generator.generate(asked) as deltas:
+            async for delta in deltas:
+                yield response_to_wire(delta, unsent_token)
+                unsent_token = ""
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        with self._recorded(request):
+            asked = _embedding_from_wire(request, context.time_remaining())
+        found = await self._generator.embed(asked)
+        return inference_pb2.EmbedResponse(
+            request_id=found.request_id,
+            embedding=found.values,
+            usage=inference_pb2.Usage(**asdict(found.usage)),
+        )
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=model.model,
+                    max_model_len=model.max_model_len,
+                    context=model.context,
+                    block_size=model.block_size,
+                    dtype=model.dtype,
+                    parent=model.parent,
+                )
+                for model in self._generator.models()
+            ]
+        )
+
+    @contextmanager
+    def _recorded(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest
+    ) -> Iterator[None]:
+        """Records the refusal of a request that cannot be translated."""
+        try:
+            yield
+        except InvalidRequest as error:
+            self._generator.record_refusal(
+                request.request_id, request.model, error.code, str(error)
+            )
+            raise
+
+
+def request_from_wire(
+    message: inference_pb2.GenerateRequest, timeout_s: float | None
+) -> GenerationRequest:
+    received = _received(message.received) if message.HasField("received") else None
+    is_new = received is None and not message.resume_token
+    return GenerationRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        timeout_s=timeout_s,
+        received=received,
+        resume_token=new_resume_token() if is_new else message.resume_token,
+    )
+
+
+def _embedding_from_wire(
+    message: inference_pb2.EmbedRequest, timeout_s: float | None
+) -> EmbeddingRequest:
+    match message.WhichOneof("input"):
+        case "text":
+            prompt: str | tuple[int, ...] = message.text
+        case "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        case _:
+            raise InvalidRequest("no input: one of text and token_ids is needed")
+    dimensions = message.dimensions if message.HasField("dimensions") else None
+    return EmbeddingRequest(
+        *(prompt, message.request_id, message.model, dimensions),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        timeout_s=timeout_s,
+    )
+
+
+def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
+    return tuple(
+        Received(s.index, tuple(s.token_ids), finish_reason_from_wire(s.finish_reason))
+        for s in message.sequences
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            check_num_messages(len(message.chat.messages))
+            return tuple(ChatMessage(m.role, m.content, m.name) for m in message.chat.messages)
+    raise InvalidRequest("no input: one of text, token_ids and chat is needed")
+
+
+def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
+    asked = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return RequestedSampling(
+        **asked,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(message.bad_words),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        beam=_beams(message.beam) if message.HasField("beam") else None,
+        structure=structure_from_wire(message),
+    )
+
+
+def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
+    return RequestedBeams(
+        width=message.width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
+        early_stopping=early_stopping_from_wire(message.early_stopping),
+    )
+
+
+def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
+    sequence = inference_pb2.SequenceDelta(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason and FINISH_REASONS.numbers[delta.finish_reason],
+        logprobs=map(_token_logprobs, delta.logprobs),
+        score=delta.score,
+    )
+    if isinstance(delta.stopped_by, str):
+        sequence.stop_string = delta.stopped_by
+    elif delta.stopped_by is not None:
+        sequence.stop_token_id = delta.stopped_by
+    response = inference_pb2.GenerateResponse(
+        request_id=delta.request_id, deltas=(sequence,), resume_token=resume_token
+    )
+    if delta.prompt is not None:
+        response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
+    if delta.usage is not None:
+        response.usage.CopyFrom(inference_pb2.Usage(**asdict(delta.usage)))
+    return response
+
+
+def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
+    return logprobs_pb2.TokenLogprobs(
+        chosen=_candidate(logprobs.chosen), top=map(_candidate, logprobs.top)
+    )
+
+
+def _candidate(candidate: Candidate) -> logprobs_pb2.Candidate:
+    return logprobs_pb2.Candidate(
+        token_id=candidate.token_id,
+        logprob=candidate.logprob,
+        rank=candidate.rank,
+        token=candidate.token,
+    )

@@ -1,0 +1,194 @@
+"""Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from quire.types import Usage
+from services.gateway.http.answering.formats import (
+    AnswerFormat,
+    Transcript,
+    choice_json,
+    usage_json,
+)
+from services.gateway.http.answering.logprobs import (
+    JSON,
+    concatenate,
+    echoed_logprobs,
+    prompt_logprobs,
+)
+from services.gateway.http.bodies.schema import GenerationBody
+from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.gateway.output.parser.parts import Part, Reasoning
+from services.protocol.ticket import FinishReason
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""The deltas of all prompts, each with the number of its prompt. Closing the generator cancels all.
+The choices of an answer are numbered prompt by prompt: first all choices of prompt 0, then all of
+prompt 1, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Formats the answer to one HTTP request."""
+
+    format: AnswerFormat
+    answer_id: str
+    created_unix_s: int
+    model: Callable[[], str]
+    """Known once the first delta is there."""
+    num_prompts: int
+    body: GenerationBody
+    """The request's body: which parts of an answer the client asked for."""
+
+    async def whole(self, deltas: Deltas) -> JSON:
+        """All deltas as one answer."""
+        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
+        prompts: dict[int, PromptReport] = {}
+        usages: list[Usage] = []
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                transcripts[self._index(number, delta)].add(delta)
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
+                if delta.usage is not None:
+                    usages.append(delta.usage)
+        for index, transcript in transcripts.items():
+            transcript.prompt = prompts.get(index // self.body.num_choices)
+        in_order = sorted(transcripts.items())
+        choices = [
+            self._choice(
+                index,
+                transcript,
+                self.format.whole(self._text(transcript), self._message_parts(transcript)),
+                self._num_echoed(transcript.prompt),
+            )
+            for index, transcript in in_order
+        ]
+        answer = self._envelope(self.format.kind, choices)
+        self._add_prompt_logprobs(answer, [transcript.prompt for _, transcript in in_order])
+        return {**answer, "usage": self._usage(usages)}
+
+    async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
+        """Yields each delta as a part of the answer, as it comes."""
+        usages: dict[int, Usage] = {}
+        prompts: dict[int, PromptReport] = {}
+        num_echoed: dict[int, int] = {}
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                if not num_echoed:
+                    for part in self._openings(delta.usage):
+                        yield part
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
+                index, transcript = self._index(number, delta), Transcript()
+                transcript.add(delta)
+                transcript.prompt = None if index in num_echoed else prompts.get(number)
+                num_echoed.setdefault(index, self._num_echoed(transcript.prompt))
+                if delta.usage is not None:
+                    usages[number] = delta.usage
+                for choice in self._choices(index, transcript, num_echoed[index]):
+                    yield self._part([choice], usages.values())
+        if self.body.include_usage:
+            yield {**self._part([]), "usage": self._usage(usages.values())}
+
+    def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
+        """The fields that all parts of the answer have in common, around `choices`."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.model(),
+            "choices": choices,
+        }
+
+    def _index(self, number: int, delta: Delta) -> int:
+        return number * self.body.num_choices + delta.index
+
+    def _openings(self, first: Usage | None) -> Iterator[JSON]:
+        """The parts before those of the first delta, whose usage is `first`: one for each
+        choice."""
+        opening = self.format.opening
+        if opening is None:
+            return
+        usages = () if first is None else (replace(first, num_generated_tokens=0),)
+        for index in range(self.num_prompts * self.body.num_choices):
+            yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
+
+    def _choices(self, index: int, gained: Transcript, num_echoed: int) -> list[JSON]:
+        """The choice in each part of a stream for a delta; none if the delta says nothing."""
+        contents = self.format.deltas(self._text(gained), self._message_parts(gained))
+        ends = gained.last is not None and gained.last.finish_reason is not None
+        if not contents and not (
+            ends or gained.logprobs or self.body.return_token_ids or self.body.running_usage
+        ):
+            return []
+        *early, last = contents or [{"delta": {}}]
+        ids = self._ids([])
+        choices = [choice_json(index, content, None, ids, None) for content in early]
+        return [*choices, self._choice(index, gained, last, num_echoed)]
+
+    def _text(self, gained: Transcript) -> str:
+        """The generated text that the client gets, after the prompt's if it is echoed."""
+        generated = "" if self.body.only_prompt else gained.text
+        if gained.prompt is None or not self.body.echoes:
+            return generated
+        return gained.prompt.text + generated
+
+    def _message_parts(self, gained: Transcript) -> list[Part] | None:
+        if gained.parts is None or not self.body.without_reasoning:
+            return gained.parts
+        return [part for part in gained.parts if not isinstance(part, Reasoning)]
+
+    def _choice(self, index: int, gained: Transcript, content: JSON, num_echoed: int) -> JSON:
+        """`content`: the fields of the choice for its text. `num_echoed`: number of characters of
+        that text that are the prompt's."""
+        echoed = gained.prompt if self.body.echoes else None
+        if self.body.only_prompt:
+            gained = Transcript(last=_without_tokens(gained.last))
+        logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
+        return choice_json(index, content, gained.last, self._ids(gained.token_ids), logprobs)
+
+    def _logprobs(
+        self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
+    ) -> JSON | None:
+        num_top = self.body.num_logprobs
+        if num_top is None or (echoed is None and not tokens):
+            return None
+        logprobs = self.format.logprobs(tokens, num_echoed)
+        return concatenate(echoed_logprobs(echoed, num_top), logprobs) if echoed else logprobs
+
+    def _num_echoed(self, prompt: PromptReport | None) -> int:
+        return len(prompt.text) if prompt is not None and self.body.echoes else 0
+
+    def _add_prompt_logprobs(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
+        """Adds the prompt logprobs where vLLM has them: in each choice of a text completion, at the
+        top level of a chat completion."""
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return
+        places = answer["choices"] if self.format.prompt_logprobs_in_choice else [answer]
+        for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
+            place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
+
+    def _usage(self, usages: Iterable[Usage]) -> JSON:
+        if self.body.only_prompt:
+            usages = [replace(usage, num_generated_tokens=0) for usage in usages]
+        return usage_json(usages)
+
+    def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
+        part = self._envelope(self.format.chunk_kind, choices)
+        if not self.body.include_usage:
+            return part
+        return {**part, "usage": self._usage(usages) if self.body.running_usage else None}
+
+    def _ids(self, token_ids: list[int]) -> list[int] | None:
+        return list(token_ids) if self.body.return_token_ids else None
+
+
+def _without_tokens(last: Delta | None) -> Delta | None:
+    """The last delta as if no token was generated: the choice ends at its limit of 0 tokens."""
+    if last is None or last.finish_reason is None:
+        return last
+    return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)

@@ -1,0 +1,92 @@
+"""Logprobs in the JSON formats of OpenAI's two endpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.types import Candidate
+from services.gateway.output.delta import PromptReport, TokenLogprobs
+from services.protocol.logprobs import MAX_LOGPROBS
+
+JSON = dict[str, Any]
+
+_MIN_LOGPROB = -9999.0
+"""Stands for the logarithm of 0, which JSON cannot express; the same value as in vLLM."""
+
+
+def text_logprobs(
+    tokens: Sequence[TokenLogprobs], begin: int = 0, num_top: int = MAX_LOGPROBS
+) -> JSON:
+    """The field `logprobs` of a text completion.
+
+    `begin`: offset of the tokens' text in the choice's text. `top_logprobs` includes the chosen
+    token too, so it may have one token more than the client asked for.
+    """
+    return {
+        "text_offset": [begin + token.text_offset for token in tokens],
+        "token_logprobs": [_number(token.chosen) for token in tokens],
+        "tokens": [_name(token.chosen) for token in tokens],
+        "top_logprobs": [
+            {_name(each): _number(each) for each in (token.chosen, *token.top[:num_top])}
+            for token in tokens
+        ],
+    }
+
+
+def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
+    """The field `logprobs` of an echoed prompt, whose first token has no logprob."""
+    first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
+    without_logprob: JSON = {
+        "text_offset": [0],
+        "token_logprobs": [None],
+        "tokens": [_name(first)],
+        "top_logprobs": [None],
+    }
+    return concatenate(without_logprob, text_logprobs(prompt.logprobs, num_top=num_top))
+
+
+def concatenate(first: JSON, then: JSON) -> JSON:
+    """Concatenates two results of `text_logprobs`."""
+    return {name: first[name] + then[name] for name in first}
+
+
+def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
+    """The field `prompt_logprobs`, as in vLLM, for both endpoints: for each prompt token an object
+    by token id, with the token and the `num_top` likeliest; for the first token null."""
+    return [
+        None,
+        *(
+            {str(each.token_id): _named(each) for each in (token.chosen, *token.top[:num_top])}
+            for token in prompt.logprobs
+        ),
+    ]
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
+    """The field `logprobs` of a chat completion."""
+    content = [
+        {**_entry(token.chosen), "top_logprobs": list(map(_entry, token.top))} for token in tokens
+    ]
+    return {"content": content}
+
+
+def _named(candidate: Candidate) -> JSON:
+    name, logprob = _name(candidate), _number(candidate)
+    return {"logprob": logprob, "rank": candidate.rank, "decoded_token": name}
+
+
+def _entry(candidate: Candidate) -> JSON:
+    name, logprob = _name(candidate), _number(candidate)
+    return {"token": name, "logprob": logprob, "bytes": list(candidate.token)}
+
+
+def _number(candidate: Candidate) -> float:
+    return max(candidate.logprob, _MIN_LOGPROB)
+
+
+def _name(candidate: Candidate) -> str:
+    """The token's text. A part of a character is named by its bytes, so that different tokens do
+    not share a name."""
+    try:
+        return candidate.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.token)

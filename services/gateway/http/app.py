@@ -1,0 +1,271 @@
+"""The HTTP application: its routes, and the path of one request to the generator and back."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.access.keyring import Keyring
+from services.gateway.api import Generator, ServedModel
+from services.gateway.http.answering.answer import Answer
+from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
+from services.gateway.http.answering.in_order import in_order
+from services.gateway.http.answering.logprobs import JSON
+from services.gateway.http.answering.merge import merged
+from services.gateway.http.answering.sending import (
+    CLIENT_GONE,
+    DEFAULT_STREAM_PING_S,
+    EventStream,
+    Json,
+    unless_disconnected,
+)
+from services.gateway.http.bodies.reading import read_body
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody
+from services.gateway.http.failures import (
+    PARAM_NAMES,
+    REQUEST_ID_HEADER,
+    RequestIdAndErrors,
+    answer_http_exception,
+    error_body,
+    refusal_of,
+)
+from services.gateway.http.middleware.authentication import Authentication
+from services.gateway.http.middleware.body_limits import (
+    DEFAULT_BODY_MEMORY_BYTES,
+    DEFAULT_BODY_TIMEOUT_S,
+    BodyLimits,
+)
+from services.gateway.http.middleware.other_sites import OtherSites
+from services.gateway.http.openapi import openapi_document
+from services.gateway.http.responses_api.answer import ResponseAnswer
+from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.tokens import TokenEndpoints
+from services.runtime.errors import InvalidRequest, UnknownModel
+from services.runtime.exposition import exposition
+from services.runtime.tracing.context import TRACEPARENT
+
+TIMEOUT_HEADER = "X-Quire-Timeout-S"
+"""A client's deadline, in seconds from now, like the deadline of a gRPC call."""
+
+MAX_TIMEOUT_S = 7 * 24 * 3600
+
+VERSION = version("quire-serve")
+
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, EmbeddingBody)
+CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
+
+
+def create_app(
+    generator: Generator,
+    metrics: Collector,
+    allowed_hosts: Sequence[str] = (),
+    max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+    more_routes: Sequence[Route] = (),
+    keyring: Keyring | None = None,
+    cors_origins: Sequence[str] = (),
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+    stream_ping_s: float = DEFAULT_STREAM_PING_S,
+) -> Starlette:
+    """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
+
+    `allowed_hosts`: hosts that requests may name; empty: any. `max_body_memory_bytes`: limit for
+    all request bodies that are being received, together (`BodyLimits`). `body_timeout_s`: how long
+    each may take. `keyring`: None if API keys are off. `cors_origins`: origins whose web pages
+    browsers let call this API; `*`: all. `stream_ping_s`: see `EventStream`.
+    """
+    endpoints = _Endpoints(generator, metrics, stream_ping_s)
+    tokens = TokenEndpoints(generator)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/responses", endpoints.responses, methods=["POST"]),
+            Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{model:path}", endpoints.model),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/health", endpoints.health),
+            Route("/version", endpoints.version),
+            Route("/openapi.json", endpoints.openapi),
+            Route("/metrics", endpoints.metrics),
+            *more_routes,
+        ],
+        middleware=[
+            Middleware(BodyLimits, max_body_memory_bytes, body_timeout_s),
+            # Outside of the errors, so that pages may read those too, and of the keys, because
+            # browsers send none with the question that precedes a call.
+            *([Middleware(CORSMiddleware, **_cors(cors_origins))] if cors_origins else []),
+            Middleware(RequestIdAndErrors),
+            # Against web pages whose own name resolves to this server's address.
+            Middleware(TrustedHostMiddleware, allowed_hosts or ("*",), www_redirect=False),
+            Middleware(Authentication, keyring),  # which also logs what OtherSites refuses
+            Middleware(OtherSites, cors_origins),
+        ],
+        exception_handlers={HTTPException: answer_http_exception},
+    )
+    # A path with another slash at its end is not found. Starlette would redirect it to whatever
+    # host the Host header names.
+    app.router.redirect_slashes = False
+    return app
+
+
+def _cors(origins: Sequence[str]) -> dict[str, Any]:
+    """The key is no cookie, so that pages of other origins cannot use the key of a user."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": [
+            *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT)
+        ],
+        "expose_headers": [REQUEST_ID_HEADER, "Retry-After", "Retry-After-Ms"],
+        "max_age": 600,
+    }
+
+
+class _Endpoints:
+    def __init__(self, generator: Generator, metrics: Collector, stream_ping_s: float) -> None:
+        self._generator = generator
+        self._metrics = metrics
+        self._stream_ping_s = stream_ping_s
+        self._scraping = asyncio.Lock()
+        self._started_unix_s = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionBody, COMPLETION_FORMAT)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, ChatBody, CHAT_FORMAT)
+
+    async def responses(self, request: Request) -> Response:
+        body, name, timeout_s = await self._read(request, ResponsesBody)
+        answer = ResponseAnswer(body, name, self._model(body.model))
+        deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
+        if body.stream:
+            return EventStream(
+                answer.parts(deltas), answer.error_event, self._stream_ping_s, is_named=True
+            )
+        return await _whole(request, answer.whole(deltas))
+
+    async def embeddings(self, request: Request) -> Response:
+        body, name, timeout_s = await self._read(request, EmbeddingBody)
+        requests = body.requests(name, timeout_s)
+
+        async def answer() -> JSON:
+            found = await in_order(self._generator.embed, requests, AT_ONCE)
+            return body.answer(found, self._model(body.model)())
+
+        return await _whole(request, answer())
+
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str, float | None]:
+        """The request's body, its id, and the seconds until its deadline."""
+        try:
+            body = await read_body(request, kind)
+            timeout_s = _timeout_s(request)
+        except (InvalidRequest, HTTPException) as error:
+            self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
+            raise
+        request.scope["state"][PARAM_NAMES] = body.names
+        return body, body.request_id or request.state.request_id, timeout_s
+
+    def _model(self, name: str | None) -> Callable[[], str]:
+        """Tells which model an answer names, once it has begun: a request without a model uses the
+        only one, whose workers may come after the request."""
+        served = self._generator.models
+        return cache(lambda: name or next((each.root or each.model for each in served()), ""))
+
+    async def _answer(
+        self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
+    ) -> Response:
+        body, name, timeout_s = await self._read(request, kind)
+        requests = body.requests(name, timeout_s)
+        answer = Answer(
+            answer_format,
+            *(f"{answer_format.id_prefix}-{name}", int(time.time()), self._model(body.model)),
+            num_prompts=len(requests),
+            body=body,
+        )
+        deltas = merged([self._generator.generate(each) for each in requests])
+        if body.stream:
+            return EventStream(answer.parts(deltas), error_body, self._stream_ping_s)
+        return await _whole(request, answer.whole(deltas))
+
+    async def version(self, _request: Request) -> Response:
+        return Json({"version": VERSION})
+
+    async def openapi(self, _request: Request) -> Response:
+        return Json(openapi_document(VERSION))
+
+    async def models(self, _request: Request) -> Response:
+        models = [self._model_json(model) for model in self._generator.models()]
+        return Json({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        for model in self._generator.models():
+            if model.model == name:
+                return Json(self._model_json(model))
+        raise UnknownModel(f"model {name!r} is not served")
+
+    async def health(self, _request: Request) -> Response:
+        """For load balancers: 200 while the gateway can serve requests, 503 otherwise."""
+        if self._generator.ready():
+            return Json({"status": "serving"})
+        return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def metrics(self, request: Request) -> Response:
+        async with self._scraping:
+            content, content_type = await asyncio.to_thread(
+                exposition, self._metrics, request.headers.get("accept", "")
+            )
+        return Response(content, headers={"Content-Type": content_type})
+
+    def _model_json(self, model: ServedModel) -> dict[str, object]:
+        parent = {"parent": model.parent} if model.parent else {}
+        return {
+            **parent,
+            "id": model.model,
+            "object": "model",
+            "created": self._started_unix_s,
+            "owned_by": "quire",
+            "root": model.root or model.model,
+            "max_model_len": model.max_model_len,
+            "block_size": model.block_size,
+            "dtype": model.dtype,
+        }
+
+
+async def _whole(request: Request, answer: Coroutine[Any, Any, JSON]) -> Response:
+    whole = await unless_disconnected(request.receive, answer)
+    return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
+
+
+def _timeout_s(request: Request) -> float | None:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} is {text!r}, not a number of seconds above 0, at most "
+            f"{MAX_TIMEOUT_S}"
+        )
+    return timeout_s

@@ -1,0 +1,60 @@
+"""The messages of a chat's body."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from services.gateway.api import ChatMessage
+from services.gateway.chat.prompts import MAX_MESSAGES
+from services.gateway.http.bodies.fields import Body, FieldError
+from services.gateway.http.bodies.parts import MessageContent, Said
+from services.gateway.http.bodies.tools import ToolCallBody, ToolCalls
+from services.gateway.http.bodies.unknown_fields import OF_MESSAGES
+
+
+class MessageBody(Body):
+    refused = OF_MESSAGES
+
+    role: str = Field(min_length=1)
+    content: MessageContent = Said()
+    name: str | None = None
+    tool_calls: ToolCalls | None = None
+    """Of an assistant's message: its calls."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    refusal: str | None = None
+    """Of an assistant's message: what it says instead of its content."""
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    """Of an assistant's message, for templates that show earlier reasoning; `reasoning` is vLLM's
+    newer name for `reasoning_content`, `thinking` is Ollama's."""
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", "tool_calls are of messages with role assistant")
+        return self
+
+    def to_message(self) -> ChatMessage:
+        said = self.content
+        reasoning = self.reasoning_content or self.reasoning or self.thinking or said.reasoning
+        fields = assistant_fields(self.tool_calls or (), reasoning)
+        if self.tool_call_id is not None and self.role == "tool":
+            fields["tool_call_id"] = self.tool_call_id
+        return ChatMessage(self.role, said.text or self.refusal or "", self.name or "", fields)
+
+
+def assistant_fields(calls: Sequence[ToolCallBody], reasoning: str) -> dict[str, Any]:
+    """The fields of an assistant's message for the chat template, beside its content."""
+    fields: dict[str, Any] = {}
+    if calls:
+        fields["tool_calls"] = [call.to_fields() for call in calls]
+    if reasoning:
+        # Qwen's and DeepSeek's templates read the first name, gpt-oss's the second.
+        fields["reasoning_content"] = fields["thinking"] = reasoning
+    return fields
+
+
+Messages = Annotated[list[MessageBody], Field(fail_fast=True, max_length=MAX_MESSAGES)]

@@ -1,0 +1,119 @@
+"""Tools and their earlier calls in the bodies of chats, in OpenAI's format."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic_core import from_json
+
+from services.gateway.api import RequestedTools, ToolChoice
+from services.gateway.http.bodies.fields import Body, FieldError
+
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionBody(Body):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+    def definition(self) -> Mapping[str, Any]:
+        """The definition that the chat template gets."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": self.type, "function": function}
+
+
+class OtherToolBody(Body):
+    """A tool that is no function, such as a web search of the server. It is left out."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "function"}})]
+
+
+def tagged(value: Any) -> str:
+    """Which of the two kinds of tools a JSON value is."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "other_tool" if isinstance(kind, str) and kind != "function" else "function_tool"
+
+
+OtherTool = Annotated[OtherToolBody, Tag("other_tool")]
+
+
+class NamedFunctionBody(Body):
+    name: Name
+
+
+class NamedChoiceBody(Body):
+    type: Literal["function"]
+    function: NamedFunctionBody
+
+
+Tool = Annotated[Annotated[ToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Choice = Literal["auto", "none", "required"] | NamedChoiceBody
+
+
+def requested_tools(
+    tools: Sequence[ToolBody | OtherToolBody] | None, choice: Choice | None, parallel: bool | None
+) -> RequestedTools | None:
+    """The functions of a body; None: it has none. Of several with one name, the last one counts.
+    FieldError: they do not fit together."""
+    functions = {tool.function.name: tool for tool in tools or () if isinstance(tool, ToolBody)}
+    if not functions:
+        if choice not in (None, "auto", "none"):
+            raise FieldError("tool_choice", "tool_choice is for requests with tools")
+        return None
+    function = choice.function.name if isinstance(choice, NamedChoiceBody) else None
+    if function is not None and function not in functions:
+        raise FieldError("tool_choice", f"tool_choice: {function!r} is not one of the tools")
+    return RequestedTools(
+        tuple(tool.definition() for tool in functions.values()),
+        ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,
+        function,
+        parallel is not False,
+        tuple(name for name, tool in functions.items() if tool.function.strict),
+    )
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """The arguments of an earlier call as an object, as chat templates want them. A model may have
+    written anything, and a limit may have cut it: what is no object counts as an empty one. The
+    object's text may itself stand in a JSON string."""
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = from_json(value, allow_inf_nan=False)
+            except ValueError:
+                return {}
+    return value if isinstance(value, dict) else {}
+
+
+class CalledFunctionBody(Body):
+    name: str
+    """As the model wrote it, which is not always a function's name."""
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=Any)
+    ] = Field(default={})
+
+
+class ToolCallBody(Body):
+    """A call of an earlier message."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionBody
+
+    def to_fields(self) -> Mapping[str, Any]:
+        """For the chat template."""
+        return {"id": self.id or "", "type": "function", "function": self.function.model_dump()}
+
+
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_CALLS)]

@@ -1,0 +1,143 @@
+"""Turns errors into answers as OpenAI's clients expect them: a status, and one JSON format."""
+
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.http.answering.sending import Json
+from services.runtime.errors import InvalidRequest
+from services.runtime.rpc.error_table import Failure, failure_of
+from services.runtime.tracing.context import TRACEPARENT, bind_traceparent
+
+REQUEST_ID_HEADER = "X-Request-Id"
+PARAM_NAMES = "param_names"
+"""The entry of a request's state with its body's names of parameters."""
+_MAX_REQUEST_ID_LENGTH = 128
+
+_CODES = {
+    403: "permission_denied",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    503: "unavailable",
+}
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """`{"error": {...}}`: the last event of a stream that failed with `error`."""
+    return _body_of(failure_of(error), error)
+
+
+def error_response(error: Exception, names: Mapping[str, str]) -> Json:
+    """The answer to a request that failed with `error`. `names`: the request's own names of
+    parameters (`SampledBody.names`)."""
+    if isinstance(error, InvalidRequest) and error.param is not None and error.param in names:
+        name, own = error.param, names[error.param]
+        error.param = own
+        error.args = (re.sub(rf"(^|and ){name} ", rf"\1{own} ", str(error), count=1),)
+    failure = failure_of(error)
+    headers = _retry_headers(failure.retry_delay_s)
+    if failure.http_status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Json(_body_of(failure, error), failure.http_status, headers)
+
+
+def _body_of(failure: Failure, error: Exception) -> dict[str, Any]:
+    param = getattr(error, "param", None)
+    return _error_json(failure.http_status, failure.code, failure.text, param)
+
+
+def http_error(status: int, message: str) -> dict[str, Any]:
+    """`{"error": {...}}` for a refusal by the HTTP protocol, before a request reaches Quire."""
+    return _error_json(status, _code_of(status), message)
+
+
+def _error_json(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    if status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _code_of(status: int) -> str:
+    return _CODES.get(status, InvalidRequest.code)
+
+
+def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
+    """The code and the text of a refusal, for `Generator.record_refusal`."""
+    if isinstance(error, InvalidRequest):
+        return error.code, str(error)
+    return _code_of(error.status_code), error.detail
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Json:
+    """Answers Starlette's own errors (unknown path or method) and a body that is too large."""
+    assert isinstance(error, HTTPException)
+    status, text = error.status_code, error.detail
+    if status == 404:
+        text = f"there is no {request.url.path}"
+    elif status == 405:
+        text = f"{request.url.path} does not support the method {request.method}"
+    return Json(http_error(status, text), status, error.headers)
+
+
+class RequestIdAndErrors:
+    """The outermost middleware: gives each request an id, binds the trace context that its client
+    sent, and turns each exception into an answer.
+
+    The answer repeats the client's X-Request-Id unchanged. The id in
+    `scope["state"]["request_id"]` has a random suffix, because a proxy that retries sends the same
+    id while the first attempt may still run.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        drawn, given = secrets.token_hex(12), _given_request_id(scope)
+        scope.setdefault("state", {})["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
+        bind_traceparent(Headers(scope=scope).get(TRACEPARENT, ""))
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = given or drawn
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # there is no client to answer
+        except Exception as error:
+            if started:
+                raise
+            await error_response(error, scope["state"].get(PARAM_NAMES, {}))(
+                scope, receive, send_with_id
+            )
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    usable = given.isascii() and given.isprintable() and " " not in given
+    return given if given and usable and len(given) <= _MAX_REQUEST_ID_LENGTH else None
+
+
+def _retry_headers(delay_s: float | None) -> dict[str, str]:
+    """Retry-After in whole seconds, as HTTP defines it, and Retry-After-Ms, which OpenAI's clients
+    prefer."""
+    if delay_s is None:
+        return {}
+    return {"Retry-After": str(math.ceil(delay_s)), "Retry-After-Ms": str(round(delay_s * 1000))}

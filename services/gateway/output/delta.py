@@ -1,0 +1,70 @@
+"""What the client of a request gets, and says that it got."""
+
+from dataclasses import dataclass
+
+from quire.types import Candidate, Usage
+from services.gateway.output.parser.parts import Part
+from services.protocol.ticket import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The part of one sequence that the client received before its stream broke."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set if the client received the whole sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The logprobs at one position."""
+
+    chosen: Candidate
+    """The token at that position."""
+    top: tuple[Candidate, ...]
+    """The likeliest tokens, likeliest first."""
+    text_offset: int
+    """Number of characters of the text before the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """The prompt, as reported to a client that asked for an echo or for prompt logprobs."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    first_token: bytes
+    """See `Candidate.token`."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of each token except the first; empty if the client asked for no prompt logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The tokens and the text that a sequence gained since its previous delta."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    """Whole characters only. No part of a stop string, unless the request asks to include it."""
+    finish_reason: FinishReason | None = None
+    """Set in the last delta of a sequence."""
+    stopped_by: str | int | None = None
+    """The stop string or stop token id that ended the sequence, in its last delta."""
+    usage: Usage | None = None
+    """In the last delta of the request; with `running_usage` in every delta."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, if the request asks for logprobs."""
+    prompt: PromptReport | None = None
+    """In the first delta of the request, if it asks for the prompt or its logprobs."""
+    score: float | None = None
+    """The sequence's score, if a beam search found it."""
+    parts: tuple[Part, ...] | None = None
+    """The parts of the message that `text` completes; None: the message is not parsed."""
+    has_calls: bool = False
+    """Whether the message has a tool call so far."""
+    num_reasoning_tokens: int = 0
+    """Tokens of the sequence so far between the tags that begin and end reasoning."""

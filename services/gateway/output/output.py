@@ -1,0 +1,264 @@
+"""The output of a request: a bounded buffer of tokens, read as deltas of its sequences.
+
+Workers' events write to it and the client reads from it. All tokens of a sequence that the client
+has not read yet become one delta, so a token costs less, not more, when the client or the event
+loop is behind.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.types import Usage
+from services.gateway.output.delta import Delta, Received
+from services.gateway.output.logprob_text import PromptReporter
+from services.gateway.output.rests import WriteRests
+from services.gateway.output.sequence import Sequence
+from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
+from services.protocol.ticket import FinishReason
+
+PAUSE_UNREAD_TOKENS = 1024
+"""Unread tokens of one sequence above which backpressure begins for the request."""
+
+PAUSE_AFTER_S = 5.0
+"""Backpressure also begins if the client holds a delta this long and does not ask for the next."""
+
+MAX_UNREAD_TOKENS = 8192
+"""Unread tokens above which a request is cancelled: its worker did not hand it over for
+backpressure."""
+
+
+class Meter(Protocol):
+    """Records a model's token metrics; see `services.gateway.request.metrics`."""
+
+    def first_token(self, after_s: float) -> None:
+        """A request got its first token, of any sequence, `after_s` seconds after its arrival."""
+
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        """A sequence got tokens, `after_s` seconds after its last one; None: it had none before."""
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counts and times of one request, for its usage, metrics and log line."""
+
+    num_prompt_tokens: int
+    arrived_at: float
+    reports_cached: bool = True
+    """Whether the client may know `num_cached_tokens`."""
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_moves: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+    first_token_at: float | None = None
+    prefilled: bool = False
+
+    def note_prefill(self, num_cached_tokens: int) -> None:
+        """Note the cached tokens of the first prefill. Later ones find what this request computed
+        itself, and do not count."""
+        if not self.prefilled:
+            self.prefilled = True
+            self.num_cached_tokens = num_cached_tokens
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts that a step verified."""
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += num_drafts - num_accepted
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return 0.0 if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
+            num_generated_tokens=self.num_generated_tokens,
+            time_to_first_token_ms=self.time_to_first_token_s * 1000,
+            num_preemptions=self.num_preemptions,
+            num_accepted_drafts=self.num_accepted_drafts,
+            num_rejected_drafts=self.num_rejected_drafts,
+        )
+
+
+class Output:
+    """The output of one request, with its `sequences` by index.
+
+    `prompt` reports the prompt in the first delta; None: the client did not ask for it. `rests`:
+    None if each delta is written at once.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        stats: RequestStats,
+        sequences: Seq[Sequence],
+        meter: Meter,
+        clock: Callable[[], float],
+        prompt: PromptReporter | None = None,
+        rests: WriteRests | None = None,
+    ) -> None:
+        self.stats = stats
+        self.sequences = tuple(sequences)
+        self.living = self.sequences
+        """The sequences that have not ended."""
+        self.finish_reason: FinishReason | None = None
+        """The finish reason of the last sequence; None until all have ended."""
+        self.running_usage = False
+        """Whether every delta has the usage, not only the last."""
+        self._request_id = request_id
+        self._read_order = deque(sequences)
+        """The sequences in the order in which the client gets their next deltas."""
+        self._num_unread = 0
+        self._unsent_prompt = prompt
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._rests = rests
+        self._meter = meter
+        self._clock = clock
+        self._closed = False
+        self._error: Exception | None = None
+        self._readable = asyncio.Event()
+        self._given_at: float | None = None
+        """When the reader got a delta; None once it has asked for the next one."""
+        self.on_read: Callable[[], None] = lambda: None
+        """Called when the reader has read everything."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def congested(self) -> bool:
+        """Whether backpressure should begin."""
+        given_at = self._given_at
+        is_stalled = given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
+        return is_stalled or self._backlog > PAUSE_UNREAD_TOKENS
+
+    @property
+    def overflowing(self) -> bool:
+        return self._backlog > MAX_UNREAD_TOKENS
+
+    @property
+    def _backlog(self) -> int:
+        """The largest backlog of a sequence that has not ended, in unread tokens."""
+        return max((sequence.backlog for sequence in self.living), default=0)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any sequence has a token."""
+        return any(sequence.tokens for sequence in self.sequences)
+
+    def replay(self, received: Seq[Received]) -> None:
+        """Add the tokens that the client has received, without sending them again. InvalidRequest:
+        they contain a stop string, so nothing can follow."""
+        for each in received:
+            self.sequences[each.index].replay(each)
+            self.stats.num_generated_tokens += len(each.token_ids)
+        self._drop_ended()
+
+    def is_ahead_of(self, other: "Output") -> bool:
+        """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
+        different tokens."""
+        pairs = zip(self.sequences, other.sequences, strict=True)
+        return not all(ours.is_prefix_of(theirs) for ours, theirs in pairs)
+
+    def catch_up(self, other: "Output") -> None:
+        """Write the tokens that this output does not have yet, from the output of an earlier call
+        of the same request."""
+        for sequence in self.living:
+            old, so_far = other.sequences[sequence.index], len(sequence.tokens)
+            rest = tuple(old.tokens[so_far:])
+            finish = old.worker_finish
+            self.write(Generated(self._request_id, 0, sequence.index, so_far, rest, finish))
+
+    def is_over(self, index: int) -> bool:
+        """Whether a sequence with this index exists and has ended."""
+        return index < len(self.sequences) and self.sequences[index].has_ended
+
+    def write(self, new: Generated) -> None:
+        """Add the next tokens of a sequence that has not ended."""
+        sequence = self.sequences[new.index]
+        sequence.score = new.score
+        num_taken = sequence.write(new.token_ids, new.finish_reason, new.logprobs)
+        self._num_unread += num_taken
+        self._count(sequence, num_taken)
+        if sequence.has_ended:
+            self._drop_ended()
+            if not self.living:
+                self.finish_reason = sequence.finish_reason
+        self._readable.set()
+
+    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
+        """Store the logprobs of the prompt, which arrive with the first token."""
+        self._prompt_logprobs = logprobs
+
+    def close(self, error: Exception | None) -> None:
+        """End the output. With an error, the reader gets the error in place of unread tokens."""
+        self._closed = True
+        self._error = error
+        self._readable.set()
+
+    def __aiter__(self) -> "Output":
+        """Iterate over deltas until the end, in turn from the sequences with unread tokens."""
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Raises the error that `close` was given."""
+        self._given_at = None
+        while True:  # While the reader has a delta or rests, more tokens may arrive, or the end.
+            if self._error is not None:
+                raise self._error
+            if not any(sequence.has_unread for sequence in self._read_order):
+                if self._closed:
+                    raise StopAsyncIteration
+                self._readable.clear()
+                await self._readable.wait()
+                continue
+            if self._rests is not None:
+                await self._rests.wait()
+            sequence = self._next_unread()
+            if sequence is not None and self._error is None:
+                self._given_at = self._clock()
+                return self._take(sequence)
+
+    def _drop_ended(self) -> None:
+        self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
+
+    def _next_unread(self) -> Sequence | None:
+        for _ in range(len(self._read_order)):
+            sequence = self._read_order[0]
+            self._read_order.rotate(-1)
+            if sequence.has_unread:
+                return sequence
+        return None
+
+    def _take(self, sequence: Sequence) -> Delta:
+        self._num_unread -= sequence.num_unread
+        is_last = not self.living and not any(
+            other.has_unread for other in self._read_order if other is not sequence
+        )
+        usage = self.stats.usage() if is_last or self.running_usage else None
+        prompt = self._unsent_prompt
+        report = None if prompt is None else prompt.report(self._prompt_logprobs)
+        self._unsent_prompt, self._prompt_logprobs = None, ()
+        delta = sequence.take(self._request_id, usage, report)
+        if not self._num_unread:
+            self.on_read()
+        return delta
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        stats, now, before = self.stats, self._clock(), sequence.last_token_at
+        if stats.first_token_at is None:
+            stats.first_token_at = now
+            self._meter.first_token(now - stats.arrived_at)
+        self._meter.tokens(num_tokens, None if before is None else now - before)
+        sequence.last_token_at = now
+        stats.num_generated_tokens += num_tokens

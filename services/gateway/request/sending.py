@@ -1,0 +1,137 @@
+"""Sends a request to its workers: reserves slots, submits and admits its tickets, moves it."""
+
+from dataclasses import replace
+
+from blockstore.records import PrefixHash
+from services.gateway.request.attempt import Attempt
+from services.gateway.request.request import Request
+from services.gateway.request.status import RequestStatus
+from services.gateway.request.timeline import Phase
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, PrefillLease
+from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.messages import Admit, Submit
+from services.protocol.ticket import Ticket
+
+
+async def reserve(request: Request, decode: Worker, timeout_s: float) -> bool:
+    """Ask a decode worker for slots. False: it refused, did not answer or was lost, or the
+    request was closed meanwhile."""
+    request.move_to(RequestStatus.RESERVING)
+    attempt = request.attempt
+    reservation = DecodeReservation(decode, request.id, attempt.number, request.num_sequences)
+    attempt.decode = reservation
+    await reservation.wait_for_answer(timeout_s)
+    if reservation.released:
+        return False
+    if reservation.refused:
+        reservation.finish()
+        request.move_to(RequestStatus.QUEUED)
+    elif not reservation.granted:
+        request.requeue()
+    return reservation.granted
+
+
+def submit(
+    request: Request,
+    prefill: Worker,
+    load: PrefillLoad,
+    pool_id: str,
+    root_hash: PrefixHash,
+    source_pool_id: str = "",
+) -> None:
+    """Send the ticket to a prefill worker, with `load` to compute. The decode worker has
+    granted the slots, if the request needs any. `source_pool_id`: a pool whose cached prefix is
+    copied first; if that fails, it is computed."""
+    if not request.num_sequences:
+        request.move_to(RequestStatus.RESERVING)  # there is nothing to reserve
+    request.started_at = request.started_at or request.clock()
+    ticket = request.tickets.submit(request.attempt.number, pool_id, root_hash, request.swapped)
+    if not source_pool_id:
+        _submit(request, prefill, load, ticket)
+        return
+
+    def go_on(_: object) -> None:
+        if prefill.usable:
+            _submit(request, prefill, load, replace(ticket, timeout_ms=request.timeout_ms()))
+        else:
+            request.requeue()
+
+    request.move_to(RequestStatus.PULLING)
+    request.pulling.begin(ticket, source_pool_id, pool_id, go_on, go_on)
+
+
+def _submit(request: Request, prefill: Worker, load: PrefillLoad, ticket: Ticket) -> None:
+    request.move_to(RequestStatus.PREFILLING)
+    request.crash_attribution.assign(prefill)
+    submit = Submit(ticket, request.unsent_prompt_logprobs, request.pooling)
+    request.attempt.prefill = PrefillLease(prefill, submit, load)
+
+
+def admit(request: Request) -> None:
+    """Send the detached ticket to the decode worker that has granted the slots. If its KV is in
+    another pool, a mover copies it first."""
+    was_decoding = request.is_decoding
+    decode, detached = request.attempt.decode, request.attempt.detached
+    assert decode is not None
+    assert detached is not None
+    detached.is_sent = True
+    if detached.ticket.pool_id != decode.worker.member.pool_id:
+        _pull_ticket(request, detached.ticket, decode.worker)
+        return
+    if not was_decoding:
+        request.move_to(RequestStatus.DECODING)
+    phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
+    request.timeline.enter(phase, decode.worker.id)
+    ticket = request.tickets.admit(detached.ticket, request.attempt.number)
+    request.crash_attribution.assign(decode.worker)
+    decode.worker.send(Admit(ticket))
+
+
+def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
+    """Copy the KV of the detached ticket to the pool of its decode worker, then admit it."""
+    target = decode.member.pool_id
+
+    def on_pulled(pulled: DetachedTicket | None) -> None:
+        if pulled is None:
+            request.retry_or_fail(f"the mover of {target} answered without a ticket")
+            return
+        request.attempt.replace_detached(pulled)
+        request.output.stats.num_moves += 1
+        admit(request)
+
+    def on_failure(reason: str) -> None:
+        request.retry_or_fail(f"its KV was not copied to {target}: {reason}")
+
+    request.move_to(RequestStatus.PULLING)
+    request.timeline.enter(Phase.HAND_OFF)
+    asked = request.tickets.admit(ticket, request.attempt.number)
+    request.pulling.begin(asked, ticket.pool_id, target, on_pulled, on_failure)
+
+
+def reserve_target(request: Request, target: Worker) -> DecodeReservation:
+    """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
+    number = request.next_number()
+    reservation = DecodeReservation(target, request.id, number, request.num_sequences)
+    request.attempt.target = reservation
+    return reservation
+
+
+def request_move(request: Request, target: DecodeReservation) -> bool:
+    """Ask for the hand-over, once the target has answered. False: the target refused or did not
+    answer, or another move has replaced this one."""
+    decode = request.attempt.decode
+    if request.attempt.target is not target or decode is None:
+        return False
+    if target.granted:
+        decode.request_hand_over()
+    else:
+        target.abort()
+    return target.granted
+
+
+def continue_at(request: Request, moved: Attempt) -> None:
+    """Send the ticket, which was handed over, to the target of a move."""
+    request.attempt = moved
+    request.moved_at = request.clock()
+    request.output.stats.num_moves += 1
+    admit(request)
