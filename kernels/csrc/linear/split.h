@@ -19,7 +19,9 @@ inline int64_t linear_grain(const Kernels& kernels, const Linear& weights, int64
   const bool is_few = m <= kFewRows;
   const int64_t num_calls = num_lanes * (is_few ? 2 : 4);
   const int64_t most = is_few ? kMostPanels : kernels.most_panel_rows(weights.kind) / m;
-  return std::max(int64_t{1}, std::min((num_panels + num_calls - 1) / num_calls, most));
+  const int64_t grain =
+      std::max(int64_t{1}, std::min((num_panels + num_calls - 1) / num_calls, most));
+  return is_few ? grain : (grain + 1) / 2 * 2;  // tiles take pairs of panels
 }
 
 }  // namespace quire
