@@ -329,7 +329,8 @@ struct Kernels {
   // row: q = round(x / scale), with scale = largest |x| / 32,767.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
-  void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
+  // Heads [head_begin, head_end) of the H + 2 G; all of them if they have one norm together.
+  void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end, int head_begin, int head_end);
 
   // `largest`: the largest logit of each chunk of a row of n logits; NaN if the chunk has one.
   // `exp_scaled`, for one chunk of n logits: scaled = (x - largest) / temperature and powers =

@@ -234,8 +234,9 @@ class Ops {
     call.q_stride = q.stride(0);
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(static_cast<int64_t>(qkv.shape(0)), 4,
-                [&](int64_t begin, int64_t end) { kernels_.qkv(call, begin, end); });
+      lane.loop(static_cast<int64_t>(qkv.shape(0)), 4, [&](int64_t begin, int64_t end) {
+        kernels_.qkv(call, begin, end, 0, call.num_heads + 2 * call.num_kv_heads);
+      });
     });
   }
 
