@@ -174,7 +174,7 @@ class Ops {
     Scratch scratch;
     auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_lanes()));
     AttentionPlan plan;
-    plan.make(call, static_cast<int>(num_rows), pool_.num_lanes());
+    plan.make(kernels_, call, static_cast<int>(num_rows), pool_.num_lanes());
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(plan.num_tasks(), 1, [&](int64_t task, int64_t) {
         plan.attend(kernels_, call, task, bytes + scratch_bytes * lane.index);
