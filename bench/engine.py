@@ -10,7 +10,8 @@
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
 the highest; beside them, the bytes of weights and KV that decode reads in a second.
-Kernels: the model's linears, and attention of one layer of all layers' memory.
+Kernels: the model's linears, and attention of one layer of all layers' memory; with --floor, a
+plain read and a linear from L2 in the same rounds.
 Sampling, structured, adapters: a decode step with other sampling parameters, with structured
 output, or with LoRA adapters, beside a greedy step without.
 """
@@ -175,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--chunk", type=int, default=512)
     three = commands.add_parser("kernels", parents=[common])
     three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
+    three.add_argument("--floor", action="store_true", help="what is possible at that moment")
     three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
     three.add_argument("--shared", type=int, default=0, help="of them, in blocks of all rows")
     for name in ("sampling", "structured", "adapters"):

@@ -1,8 +1,9 @@
 """Times the kernels of a model one by one: seconds, bytes and operations a second."""
 
 import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from services.model.config.model_config import ModelConfig
 _BLOCK_SIZE = 16
 _MIN_S = 0.3
 _MOST_DECODING = 64
+_READ_BYTES, _COLUMNS, _DEPTH = 256 << 20, 512, 512
 _KINDS: dict[str | None, Kind] = {
     None: "bfloat16",
     "int8": "int8",
@@ -33,17 +35,17 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
     kind: Kind = _KINDS[args.quantize]
     for name, num_outputs, num_inputs in _linears(config):
         for rows in args.rows:
-            seconds = _time_linear(cpu, kind, num_outputs, num_inputs, rows)
+            times = _time_linear(cpu, kind, num_outputs, num_inputs, rows, args.floor)
             num_bytes = packed_bytes(kind, num_outputs, num_inputs)
-            yield _line(name, rows, seconds, num_bytes, 2 * num_outputs * num_inputs * rows)
+            yield _line(name, rows, times, num_bytes, 2 * num_outputs * num_inputs * rows)
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
         for in_int8 in (False, True) if args.kv_dtype == "int8" else (False,):
-            seconds = _time_attention(cpu, config, rows, args.context, args.shared, in_int8)
+            times = _time_attention(cpu, config, rows, args.context, args.shared, in_int8)
             head_bytes = config.head_dim + SCALE_BYTES if in_int8 else 2 * config.head_dim
             num_bytes = 2 * rows * args.context * config.num_kv_heads * head_bytes
             operations = 4 * rows * args.context * config.num_heads * config.head_dim
             name = "int8 KV" if in_int8 else "attention"
-            yield _line(name, rows, seconds, num_bytes, operations)
+            yield _line(name, rows, times, num_bytes, operations)
 
 
 def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -67,8 +69,10 @@ def weight_bytes(config: ModelConfig, quantize: str | None) -> int:
     return config.num_layers * of_layer + head_bytes
 
 
-def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float:
-    """Seconds of one; as many weights take turns as no cache holds."""
+def _time_linear(
+    cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int, with_floor: bool
+) -> list[float]:
+    """Seconds of one, and of its floors; as many weights take turns as no cache holds."""
     num_bytes = packed_bytes(kind, n, k)
     pieces = torch.cat(list(cpu.packed_pieces(kind, n, [torch.randn(n, k).bfloat16()])))
     packed = []
@@ -78,12 +82,21 @@ def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float
         packed.append(PackedLinear(kind, n, k, memory))
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
-    return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed])  # type: ignore[misc]
+    calls = [lambda w=w: cpu.ops.linear(x, w, out) for w in packed]  # type: ignore[misc]
+    return _seconds(calls, _floors(cpu) if with_floor else [])
+
+
+def _floors(cpu: NativeCpu) -> list[Callable[[], object]]:
+    """A plain read of memory that no cache holds, and a linear in bf16 that L2 holds."""
+    memory, weight = torch.zeros(_READ_BYTES, dtype=torch.int8), torch.randn(_COLUMNS, _DEPTH)
+    x, packed = torch.randn(512, _DEPTH).bfloat16(), cpu.pack("bfloat16", weight.bfloat16())
+    out, words = torch.empty(512, _COLUMNS), memory.view(torch.int64)
+    return [lambda: words.sum(), lambda: cpu.ops.linear(x, packed, out)]
 
 
 def _time_attention(
     cpu: NativeCpu, config: ModelConfig, rows: int, context: int, num_shared: int, in_int8: bool
-) -> float:
+) -> list[float]:
     """Seconds of one layer of rows that decode, of whose positions all have the first in common."""
     common = num_shared // _BLOCK_SIZE
     blocks = -(-context // _BLOCK_SIZE) - common
@@ -106,20 +119,34 @@ def _time_attention(
     return _seconds([lambda layer=layer: attend(layer) for layer in layers])  # type: ignore[misc]
 
 
-def _seconds(calls: list[Callable[[], None]]) -> float:
-    """The mean time of one call, in the best of the rounds that fit into the time."""
-    best, until = float("inf"), time.perf_counter() + _MIN_S
+def _seconds(
+    calls: list[Callable[[], None]], floors: Sequence[Callable[[], object]] = ()
+) -> list[float]:
+    """The mean time of one call, in the best of the rounds that fit into the time, and the time of
+    each floor in that round: a core may be twice as fast at another moment."""
+    best, until = [float("inf")], time.perf_counter() + _MIN_S
     for number in range(1000):
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
         for call in calls:
             call()
-        ended = time.perf_counter()
-        best = min(best, (ended - began) / len(calls))
-        if number > 1 and ended > until:
+        marks.append(time.perf_counter())
+        for floor in floors:
+            floor()
+            marks.append(time.perf_counter())
+        took, *others = (end - begin for begin, end in itertools.pairwise(marks))
+        best = min(best, [took / len(calls), *others])
+        if number > 1 and marks[-1] > until:
             break
     return best
 
 
-def _line(name: str, rows: int, seconds: float, num_bytes: int, operations: int) -> str:
-    rates = f"{num_bytes / seconds / 1e9:>6.1f} GB/s {operations / seconds / 1e9:>7.0f} GFLOP/s"
-    return f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us {rates}"
+def _line(name: str, rows: int, times: list[float], num_bytes: int, operations: int) -> str:
+    seconds, *floors = times
+    rates = [num_bytes / seconds / 1e9, operations / seconds / 1e9]
+    line = f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us"
+    line += f" {rates[0]:>6.1f} GB/s {rates[1]:>7.0f} GFLOP/s"
+    if floors:
+        possible = [_READ_BYTES / floors[0] / 1e9, 2 * 512 * _COLUMNS * _DEPTH / floors[1] / 1e9]
+        line += f", floor {possible[0]:.1f} GB/s ({rates[0] / possible[0]:.0%})"
+        line += f" {possible[1]:.0f} GFLOP/s ({rates[1] / possible[1]:.0%})"
+    return line

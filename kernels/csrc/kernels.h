@@ -190,9 +190,8 @@ inline int64_t kv_head_bytes(bool is_int8, Dtype dtype, int head_dim) {
 // ---- attention ---------------------------------------------------------------------------------
 
 // Shapes and meaning are those of `kvops.ops.Backend.paged_attention`; strides are in elements,
-// heads and head dimensions contiguous. A step of the online softmax takes `kTile` positions,
+// heads and head dimensions contiguous. A step of the online softmax takes a tile of positions,
 // aligned at position 0 for every block size, in order and alike for every query.
-inline constexpr int kTile = 64;
 inline constexpr int kMostHeadDim = 256;  // head sizes are also even
 
 struct AttentionCall {
@@ -215,18 +214,14 @@ struct AttentionCall {
 };
 
 // The part of a batch that one call computes: queries [query_begin, query_end) of one row, counted
-// from the row's first; or several rows of one query each, whose positions below `shared`, a
-// multiple of kTile, are in the same blocks.
+// from the row's first; or several rows of one query each, whose positions below `shared` are in
+// the same blocks.
 struct AttentionPiece {
   const int* rows;
   int num_rows, shared;
   int query_begin, query_end;
 };
 
-// The most (query, head) pairs that are computed with one tile of one head's keys and values:
-// enough that reading and reordering the tile is a small part of the work, few enough that their
-// queries and sums stay in L2. A multiple of every register block (attention/product.h).
-inline constexpr int kAttentionRows = 192;
 // The most (query, head) pairs of a call, over all its heads, whose sums over the shared positions
 // are kept until each row continues alone.
 inline constexpr int kTogetherRows = 512;
@@ -315,11 +310,15 @@ struct Kernels {
                int64_t panel_end);
 
   // Computes a piece for all query heads of the key/value heads [head_begin, head_end). These are
-  // at most kAttentionRows query heads; if the piece has several rows, query heads times rows are
+  // at most `attention_rows` query heads; if the piece has several rows, query heads times rows are
   // at most kTogetherRows. `scratch` has `attention_scratch` bytes, 64-byte aligned.
   void (*attention)(const AttentionCall&, const AttentionPiece&, int head_begin, int head_end,
                     void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
+  // The positions of a tile; pieces share whole ones.
+  int attention_tile;
+  // The most (query, head) pairs that are computed with one tile of one head's keys and values.
+  int attention_rows;
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
   // Adds the normed rows to rows of `sums` with this stride; `NormCall::out` is not used.
@@ -329,7 +328,8 @@ struct Kernels {
   // row: q = round(x / scale), with scale = largest |x| / 32,767.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
-  void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
+  // Heads [head_begin, head_end) of the H + 2 G; all of them if they have one norm together.
+  void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end, int head_begin, int head_end);
 
   // `largest`: the largest logit of each chunk of a row of n logits; NaN if the chunk has one.
   // `exp_scaled`, for one chunk of n logits: scaled = (x - largest) / temperature and powers =

@@ -68,7 +68,7 @@ first rank that their B is for, int32."""
 PACKING = "panels-32.2"
 """The name of the layout of packed weights; a change of the layout changes the name."""
 
-NUMERICS = "6"
+NUMERICS = "7"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 

@@ -154,9 +154,9 @@ def test_lanes_that_change_between_steps_compute_the_same(changing: ChangingLane
             changing.check()
 
 
-def test_the_decoder_has_eight_barriers_a_layer_and_three(checkpoint: Path) -> None:
-    """Norm, linear, rotation, attention, linear, norm, linear, linear; and once the embedding, the
-    final norm and the end. The recording adds logits: a linear and an end. The number does not
+def test_the_decoder_has_seven_barriers_a_layer_and_three(checkpoint: Path) -> None:
+    """Norm, linear with rotation, attention, linear, norm, linear, linear; and once the embedding,
+    the final norm and the end. The recording adds logits: a linear and an end. The number does not
     depend on lanes and rows."""
     recording = RecordingRunner(checkpoint, block_size=16, num_blocks=8)
     native = recording.ops.native
@@ -166,7 +166,7 @@ def test_the_decoder_has_eight_barriers_a_layer_and_three(checkpoint: Path) -> N
         before = native.pool.num_loops
         recording.hidden([Row([i], 0, [i], draws=(GREEDY,)) for i in range(number)])
         num_layers = recording._model.config.num_layers
-        assert native.pool.num_loops - before == 8 * num_layers + 3 + 2
+        assert native.pool.num_loops - before == 7 * num_layers + 3 + 2
 
 
 def test_a_lane_whose_owners_are_busy_takes_no_part(changing: ChangingLanes) -> None:

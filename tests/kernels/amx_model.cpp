@@ -147,7 +147,9 @@ int main() {
   check_attention({8, 1, 20, 16}, 40, 130, 50, false);
   check_attention({3, 3, 96, 7}, 1, 150, 0, false);
   check_attention({4, 1, 64, 16}, 30, 100, 0, true);
-  for (int context : {2, 31, 64, 97, 150})  // decode steps
+  check_attention({8, 1, 64, 16}, 70, 600, 0, false);  // several tiles of positions and of rows
+  check_attention({2, 1, 32, 16}, 10, 520, 300, true);
+  for (int context : {2, 31, 64, 97, 150, 550})  // decode steps
     for (int group = 1; group <= 8; ++group) {
       check_attention({2 * group, 2, 32, 16}, 1, context, 0, false);
       check_attention({group, 1, 128, 32}, 1, context, 50, context > 60);

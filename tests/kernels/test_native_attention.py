@@ -31,8 +31,8 @@ GEOMETRIES = [
     Geometry(block_size=256, num_heads=8, num_kv_heads=1, head_dim=2),
     Geometry(block_size=96, num_heads=2, num_kv_heads=2, head_dim=256),
 ]
-# New tokens and context: ends of tiles of 64 positions and of blocks, before, at and behind.
-ROWS = [(1, 1), (1, 64), (1, 65), (40, 40), (0, 20), (130, 200), (5, 90), (1, 300)]
+# New tokens and context: ends of tiles of 64 or 256 positions and of blocks, before, at and behind.
+ROWS = [(1, 1), (1, 64), (1, 65), (40, 40), (0, 20), (130, 200), (5, 90), (1, 300), (70, 560)]
 # Within a tile, over the end of one, one whole, more than any context.
 WINDOWS = [None, 1, 5, 64, 100, 1000]
 
@@ -207,12 +207,12 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
 ) -> None:
     """Chunks of one token are decode steps."""
     geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype, in_int8)
-    batch = paged_batch(geometry, [(200, 200)], seed=3)
+    batch = paged_batch(geometry, [(270, 270)], seed=3)
     whole = attend(cpu, batch, window)
     for size in (1, 7, 64, 100):
         chunks = [
-            attend(cpu, chunk(batch, begin, min(200, begin + size)), window)
-            for begin in range(0, 200, size)
+            attend(cpu, chunk(batch, begin, min(270, begin + size)), window)
+            for begin in range(0, 270, size)
         ]
         assert torch.equal(torch.cat(chunks), whole)
 
@@ -287,7 +287,7 @@ def test_a_row_s_bits_depend_neither_on_other_rows_nor_on_threads(
 
 
 # What a row's context has in common with that of another row, which is named by its index: in whole
-# tiles of 64, less than one, all but the query's own position, and everything.
+# tiles of 64 or 256, less than one, all but the query's own position, and everything.
 SHARING = {
     "all alike": ([(200, 0, 0), (200, 0, 192), (257, 0, 192), (194, 0, 192)], None),
     "two families": (

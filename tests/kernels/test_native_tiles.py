@@ -82,16 +82,36 @@ def test_denormals_are_read_and_written_as_zero(cpu: NativeCpu) -> None:
     assert (actual != 0).any(), "everything was"
 
 
-@pytest.mark.parametrize("k", [600, 1024, 1037])
+@pytest.mark.parametrize("k", [600, 1024, 1037, 4500])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4-64"])
 def test_blocks_of_rows_panels_and_k_change_no_bit(cpu: NativeCpu, kind: Kind, k: int) -> None:
-    """300 rows and 300 columns are four blocks, whose sums stay in memory between parts of K; up to
-    32 rows take K in one part."""
+    """With a K of 4,500, 300 rows are three blocks, and their sums stay in memory between two parts
+    of K; up to 32 rows keep theirs in the tiles."""
     dtype = BF16 if kind == "bfloat16" else torch.float32
-    x, weight = randn(300, k).to(dtype), randn(300, k, seed=1).to(dtype)
+    num_columns = 300 if k < 4500 else 70
+    x, weight = randn(300, k).to(dtype), randn(num_columns, k, seed=1).to(dtype)
     together = linear(cpu, kind, x, weight)
     for begin, end in [(0, 1), (3, 20), (240, 272), (255, 257), (0, 33), (100, 300)]:
         assert same_bits(linear(cpu, kind, x[begin:end], weight), together[begin:end])
+
+
+@pytest.mark.parametrize("epilogue", ["store", "silu_mul"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_outputs_that_are_written_past_the_caches_are_the_same(
+    cpu: NativeCpu, epilogue: str, dtype: torch.dtype
+) -> None:
+    """The outputs of 1,100 rows are more than L2 holds. The last panel has no other for a pair, and
+    in `store` it is not full."""
+    num_columns = 2 * 1056 if epilogue == "silu_mul" else 1050
+    x, packed = randn(1100, 40).to(BF16), cpu.pack("bfloat16", randn(num_columns, 40, seed=1))
+    width = 1056 if epilogue == "silu_mul" else 1050
+    together = torch.full((1100, 1088), float("nan"), dtype=dtype)
+    cpu.ops.linear(x, packed, together[:, :width], epilogue)
+    assert together[:, width:].isnan().all()
+    for begin, end in [(0, 40), (500, 560), (1060, 1100)]:
+        out = torch.empty(end - begin, width, dtype=dtype)
+        cpu.ops.linear(x[begin:end], packed, out, epilogue)
+        assert torch.equal(out, together[begin:end, :width])
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 32, 33])

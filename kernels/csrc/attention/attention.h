@@ -123,13 +123,14 @@ class AttentionRows {
         read_scales(rows.keys, call_.head_dim, scales_.keys);
         read_scales(rows.values, call_.head_dim, scales_.values);
       }
-      transpose_keys<Words>(rows, next, num_words_, tile_);
+      const int seen = smaller(kTile, end - tile);
+      transpose_keys<Words>(rows, next, seen, num_words_, tile_);
       std::memset(tile_ + num_words_ * kTile, 0, 4 * kTile * (num_steps_ - num_words_));
       for (int row = first; row < last; row += kBlockRows<dtype>)
         weigh(tile, row, smaller(kBlockRows<dtype>, last - row));
-      interleave_values<dtype, Words>(rows, next, num_words_, tile_);
+      interleave_values<dtype, Words>(rows, next, seen, num_words_, tile_);
       if constexpr (kTiled<dtype> && !is_int8)
-        is_finite_ = all_finite(tile_, kSteps * num_columns_);
+        is_finite_ = all_finite(tile_, computed(seen) / kPerWord * num_columns_);
       for (int row = first; row < last; row += kBlockRows<dtype>)
         add_values(tile, row, smaller(kBlockRows<dtype>, last - row));
     }
@@ -177,8 +178,11 @@ class AttentionRows {
     multiply_({queries_ + int64_t{row} * num_steps_, num_steps_, tile_, kTile, scores_, kTile,
                nullptr, num_steps_},
               num_rows, seen);
-    softmax_step<dtype>(scores_, is_int8 ? &scales_ : nullptr, score_scale(call_), spans,
-                        states_ + row, num_rows, probabilities_ + row * kSteps, corrections_ + row);
+    for (int i = 0; i < num_rows; i += kLanes)
+      softmax_step<dtype>(scores_ + i * kTile, is_int8 ? &scales_ : nullptr, score_scale(call_),
+                          spans + i, states_ + row + i, smaller(kLanes, num_rows - i),
+                          spans[num_rows - 1].end, probabilities_ + (row + i) * kSteps,
+                          corrections_ + row + i);
   }
 
   // Adds the tile of values to the outputs of a block of rows: the positions that all rows see in
@@ -206,21 +210,22 @@ class AttentionRows {
       for (int i = 0; i < num_rows; ++i) add_alone(row + i, spans[i], last, kSteps);
   }
 
-  // Adds the whole tile. A hidden position has a probability of 0, which hides all values but those
-  // that are not finite.
+  // Adds what the last of the rows sees of the tile. A hidden position has a probability of 0,
+  // which hides all values but those that are not finite.
   void add_whole(int tile, int row, int num_rows) {
-    if (is_finite_) return add_tile(tile_, row, num_rows);
+    const int num_steps = computed(visible(tile, row + num_rows - 1).end) / kPerWord;
+    if (is_finite_) return add_tile(tile_, row, num_rows, num_steps);
     for (int i = row; i < row + num_rows; ++i) {
       alignas(64) uint32_t seen[kSteps * kMaxColumns];
       const Span span = visible(tile, i);
       copy_visible(tile_, span.begin, span.end, num_columns_, seen);
-      add_tile(seen, i, 1);
+      add_tile(seen, i, 1, num_steps);
     }
   }
 
-  void add_tile(const uint32_t* values, int row, int num_rows) {
+  void add_tile(const uint32_t* values, int row, int num_rows, int num_steps) {
     multiply_({probabilities_ + row * kSteps, kSteps, values, num_columns_,
-               sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row, kSteps},
+               sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row, num_steps},
               num_rows, num_columns_);
   }
 

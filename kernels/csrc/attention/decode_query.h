@@ -87,7 +87,7 @@ class DecodeQuery {
       if constexpr (is_int8) read_scales(tile, seen, row / group, scales);
       softmax_step<Dtype::bf16>(at_.scores + row * kTile, is_int8 ? &scales : nullptr,
                                 score_scale(call_), spans, at_.states + row,
-                                num_rows - row < at_once ? num_rows - row : at_once,
+                                num_rows - row < at_once ? num_rows - row : at_once, seen.end,
                                 at_.probabilities + row * (kTile / 2), at_.corrections + row);
     }
   }

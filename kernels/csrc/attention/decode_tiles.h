@@ -37,7 +37,7 @@ class DecodeProducts : public DecodeQuery<group, is_int8> {
   void add_values(int tile, Span seen) {
     for (int row = 0; row < num_heads_ * group; ++row) {
       float* sums = at_.sums + row * call_.head_dim;
-      for (int i = 0; i < call_.head_dim; i += kLanes)
+      for (int i = 0; at_.corrections[row] != 1.0f && i < call_.head_dim; i += kLanes)
         store_f32(sums + i, without_denormals(load_f32(sums + i) * at_.corrections[row]));
     }
     for (int half = 0; half < kTile; half += 2 * kPiece) {

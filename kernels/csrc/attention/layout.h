@@ -26,7 +26,7 @@ inline AttentionLayout attention_layout(const AttentionCall& call) {
   at.tile = take(kTile * columns);
   at.queries = take(kAttentionRows * columns / per_word(call.dtype));
   at.scores = take(kAttentionRows * kTile);
-  at.probabilities = take(kAttentionRows * kTile);
+  at.probabilities = take(kAttentionRows * kTile / per_word(call.dtype));
   at.sums = take(kAttentionRows * columns);
   at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
   at.corrections = take(kAttentionRows);

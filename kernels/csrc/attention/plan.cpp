@@ -10,13 +10,13 @@ int num_queries(const AttentionCall& call, int row) {
 }
 
 // The number of leading positions, in whole tiles, that are in the same blocks for both rows.
-int num_shared(const AttentionCall& call, int a, int b) {
+int num_shared(const AttentionCall& call, int tile, int a, int b) {
   const int length = std::min(call.context_lens[a], call.context_lens[b]);
   const int32_t* blocks = call.block_tables + a * call.table_stride;
   const int32_t* others = call.block_tables + b * call.table_stride;
   const int num_blocks = (length + call.block_size - 1) / call.block_size;
   const auto same = std::mismatch(blocks, blocks + num_blocks, others).first - blocks;
-  return std::min(static_cast<int>(same) * call.block_size, length) / kTile * kTile;
+  return std::min(static_cast<int>(same) * call.block_size, length) / tile * tile;
 }
 
 // The number of positions that a piece reads.
@@ -33,7 +33,10 @@ int64_t cost(const AttentionCall& call, const AttentionPiece& piece) {
 
 }  // namespace
 
-void AttentionPlan::make(const AttentionCall& call, int num_rows, int num_lanes) {
+void AttentionPlan::make(const Kernels& kernels, const AttentionCall& call, int num_rows,
+                         int num_lanes) {
+  tile_ = kernels.attention_tile;
+  most_ = kernels.attention_rows;
   rows_.resize(num_rows);
   std::iota(rows_.begin(), rows_.end(), 0);
   pieces_.clear();
@@ -54,7 +57,7 @@ void AttentionPlan::make(const AttentionCall& call, int num_rows, int num_lanes)
 // take several passes over the keys and values. Smaller ones would balance the lanes better, but
 // cost up to a tenth more.
 void AttentionPlan::cut_prompts(const AttentionCall& call, int num_rows) {
-  const int most = std::max(1, kAttentionRows * call.num_kv_heads / call.num_heads);
+  const int most = std::max(1, most_ * call.num_kv_heads / call.num_heads);
   for (int row = 0; row < num_rows; ++row)
     for (int end = num_queries(call, row); end > 0; end -= most)
       pieces_.push_back({&rows_[row], 1, 0, std::max(0, end - most), end});
@@ -72,7 +75,7 @@ void AttentionPlan::put_together(const AttentionCall& call, int num_rows, int nu
     return std::lexicographical_compare(table(a), end(a), table(b), end(b));
   });
   shared_.assign(num_rows + 1, 0);  // [i]: what row i shares with the one before it
-  for (int i = 1; i < num_rows; ++i) shared_[i] = num_shared(call, rows_[i - 1], rows_[i]);
+  for (int i = 1; i < num_rows; ++i) shared_[i] = num_shared(call, tile_, rows_[i - 1], rows_[i]);
   std::vector<int> ends;
   for (int i = 1; i <= num_rows; ++i) {
     const int before = shared_[i - 1], after = i < num_rows ? shared_[i + 1] : 0;
@@ -83,10 +86,10 @@ void AttentionPlan::put_together(const AttentionCall& call, int num_rows, int nu
   const int group = call.num_heads / call.num_kv_heads;
   const bool is_few = static_cast<int>(ends.size()) < 2 * num_lanes;
   const int share = is_few ? (call.num_kv_heads + num_lanes - 1) / num_lanes : call.num_kv_heads;
-  num_heads_ = std::max(1, std::min(share, kAttentionRows / group));
+  num_heads_ = std::max(1, std::min(share, most_ / group));
   num_parts_ = (call.num_kv_heads + num_heads_ - 1) / num_heads_;
   // Pieces have few enough rows that each lane gets one.
-  int most = std::min(kAttentionRows / group, kTogetherRows / (group * num_heads_));
+  int most = std::min(most_ / group, kTogetherRows / (group * num_heads_));
   most = std::max(1, std::min(most, num_rows * num_parts_ / num_lanes));
   int begin = 0;
   for (int last : ends) {

@@ -12,7 +12,7 @@ namespace quire {
 class AttentionPlan {
  public:
   // Reads only shapes, tables and lengths from `call`.
-  void make(const AttentionCall& call, int num_rows, int num_lanes);
+  void make(const Kernels& kernels, const AttentionCall& call, int num_rows, int num_lanes);
 
   // Tasks are ordered longest first, so that no lane starts a long one when the others are done.
   int64_t num_tasks() const { return static_cast<int64_t>(pieces_.size()) * num_parts_; }
@@ -29,6 +29,7 @@ class AttentionPlan {
   void put_together(const AttentionCall& call, int num_rows, int num_lanes);
   void add_together(int begin, int end, int most, int shared);
 
+  int tile_, most_;    // of the kernels: `attention_tile`, `attention_rows`
   int num_heads_ = 1;  // key/value heads of a task
   int num_parts_ = 1;
   std::vector<int> rows_, shared_;

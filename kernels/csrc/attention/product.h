@@ -25,6 +25,20 @@ template <Dtype>
 inline constexpr bool kTiled = false;
 #endif
 
+// kTile: the positions of a step of the softmax. By tiles, to load, correct and store the sums
+// would cost more than the products of 64 positions. kAttentionRows: so many that reading and
+// reordering a tile's keys and values is a small part of the work, so few that queries and sums
+// stay in L2.
+#if defined(QUIRE_TILES)
+inline constexpr int kTile = 256, kAttentionRows = 512;
+#else
+inline constexpr int kTile = 64, kAttentionRows = 192;
+#endif
+
+// The first positions of a tile that are computed if those before `end` are seen: multiples of 32,
+// two steps of a product by tiles. A short tile is computed whole, whose loops have a fixed length.
+inline int computed(int end) { return kTile > 64 ? (end + 31) / 32 * 32 : kTile; }
+
 // A word is 4 bytes: one float, or a pair of bf16.
 inline constexpr int per_word(Dtype dtype) { return dtype == Dtype::f32 ? 1 : 2; }
 
@@ -49,9 +63,9 @@ struct Product {
 };
 
 // The size of a register block. 6 x 4 sums, 4 columns of B and one broadcast value fill the 32
-// registers of AVX-512; 2 x 4 sums fill the 16 registers of the others. Tiles have 16 rows.
+// registers of AVX-512; 2 x 4 sums fill the 16 registers of the others. Tiles have 32 rows.
 template <Dtype dtype>
-inline constexpr int kBlockRows = kTiled<dtype> ? 16
+inline constexpr int kBlockRows = kTiled<dtype> ? 32
                                   : kWide == 16 ? 6
                                                 : 2;
 inline constexpr int kBlockVectors = 4;
@@ -134,9 +148,11 @@ class Multiplier<Dtype::bf16> {
 
  private:
   static void correct(const Product& product, float* c, int num_rows) {
-    for (int row = 0; row < num_rows; ++row, c += product.c_stride)
+    for (int row = 0; row < num_rows; ++row, c += product.c_stride) {
+      if (product.keep[row] == 1.0f) continue;
       for (int i = 0; i < kTileColumns; i += kLanes)
         store_f32(c + i, without_denormals(load_f32(c + i) * product.keep[row]));
+    }
   }
 
   Tiles tiles_;

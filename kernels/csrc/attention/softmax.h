@@ -45,18 +45,18 @@ inline f32x16 add_words(f32x16 sum, u32x16 words) {
 }
 
 // Sets the scores that a row does not see to -inf, even if they are NaN.
-inline void mask_scores(float* scores, Span visible) {
+inline void mask_scores(float* scores, Span visible, int end) {
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int i = 0; i < kTile; i += kLanes) {
+  for (int i = 0; i < computed(end); i += kLanes) {
     const i32x16 is_visible = (lanes + i >= visible.begin) & (lanes + i < visible.end);
     store_f32(scores + i, is_visible ? load_f32(scores + i) : splat(-__builtin_inff()));
   }
 }
 
 // The largest score; NaN is ignored.
-inline float largest_score(const float* scores) {
+inline float largest_score(const float* scores, int end) {
   f32x16 largest = splat(kLowest);
-  for (int i = 0; i < kTile; i += kLanes) largest = max(load_f32(scores + i), largest);
+  for (int i = 0; i < computed(end); i += kLanes) largest = max(load_f32(scores + i), largest);
   return reduce_max(largest);
 }
 
@@ -82,13 +82,13 @@ inline float total_of(const AttentionCall& call, const SoftmaxState& state, int6
   return total + (above > 0.0f ? 1.0f / powers[0] : powers[0]);
 }
 
-inline void cap_scores(float* scores, float before_tanh) {
-  for (int i = 0; i < kTile; i += kLanes)
+inline void cap_scores(float* scores, float before_tanh, int end) {
+  for (int i = 0; i < computed(end); i += kLanes)
     store_f32(scores + i, tanh_of(load_f32(scores + i) * before_tanh));
 }
 
-inline void scale_scores(float* scores, const float* scales) {
-  for (int i = 0; i < kTile; i += kLanes)
+inline void scale_scores(float* scores, const float* scales, int end) {
+  for (int i = 0; i < computed(end); i += kLanes)
     store_f32(scores + i, load_f32(scores + i) * load_f32(scales + i));
 }
 
@@ -96,13 +96,13 @@ inline void scale_scores(float* scores, const float* scales) {
 // summed, so that the weights of the values add up to exactly the sum that divides the output.
 template <Dtype dtype>
 inline void exponentiate(const float* scores, float scale, SoftmaxState& state, float correction,
-                         uint32_t* out) {
+                         int end, uint32_t* out) {
   using Element = typename Word<dtype>::Element;
   auto* elements = reinterpret_cast<Element*>(out);
-  for (int i = 0; i < kTile; i += kLanes)
+  for (int i = 0; i < computed(end); i += kLanes)
     store_f32(elements + i, exp2_nonpositive((load_f32(scores + i) - state.max) * scale));
   f32x16 sum = load_f32(state.sums) * correction;
-  for (int i = 0; i < kTile / per_word(dtype); i += kLanes)
+  for (int i = 0; i < computed(end) / per_word(dtype); i += kLanes)
     sum = add_words<dtype>(sum, load<u32x16>(out + i));
   store_f32(state.sums, sum);
 }
@@ -112,10 +112,10 @@ inline void exponentiate(const float* scores, float scale, SoftmaxState& state, 
 // a probability of 0, and a weight of 0 whatever its scale.
 template <Dtype dtype>
 inline void exponentiate(const float* scores, const float* scales, float scale, SoftmaxState& state,
-                         float correction, uint32_t* out) {
+                         float correction, int end, uint32_t* out) {
   auto* elements = reinterpret_cast<typename Word<dtype>::Element*>(out);
   f32x16 sum = load_f32(state.sums) * correction;
-  for (int i = 0; i < kTile; i += kLanes) {
+  for (int i = 0; i < computed(end); i += kLanes) {
     const f32x16 power = exp2_nonpositive((load_f32(scores + i) - state.max) * scale);
     const f32x16 weight = power * load_f32(scales + i);
     store_f32(elements + i, power == 0.0f ? f32x16{} : weight);
@@ -125,20 +125,21 @@ inline void exponentiate(const float* scores, const float* scales, float scale, 
 }
 
 // Computes the values' weights, not yet divided by the sums of probabilities, from scores
-// [num_rows, kTile], for up to 16 rows. `corrections` gets the factors by which each row's earlier
-// sums must be multiplied. `scales`: null if KV is not in int8.
+// [num_rows, kTile], for up to 16 rows, none of which sees positions from `end` on. `corrections`
+// gets the factors by which each row's earlier sums must be multiplied. `scales`: null if KV is not
+// in int8.
 template <Dtype dtype>
 inline void softmax_step(float* scores, const TileScales* scales, ScoreScale by,
-                         const Span* visible, SoftmaxState* states, int num_rows, uint32_t* out,
-                         float* corrections) {
+                         const Span* visible, SoftmaxState* states, int num_rows, int end,
+                         uint32_t* out, float* corrections) {
   const float scale = by.scale;
   float falls[kLanes] = {};
   for (int row = 0; row < num_rows; ++row) {
     const Span& seen = visible[row];
-    if (scales) scale_scores(scores + row * kTile, scales->keys);
-    if (by.before_tanh > 0.0f) cap_scores(scores + row * kTile, by.before_tanh);
-    if (seen.begin > 0 || seen.end < kTile) mask_scores(scores + row * kTile, seen);
-    const float largest = largest_score(scores + row * kTile);
+    if (scales) scale_scores(scores + row * kTile, scales->keys, end);
+    if (by.before_tanh > 0.0f) cap_scores(scores + row * kTile, by.before_tanh, end);
+    if (seen.begin > 0 || seen.end < computed(end)) mask_scores(scores + row * kTile, seen, end);
+    const float largest = largest_score(scores + row * kTile, end);
     const float before = states[row].max;
     states[row].max = largest > before ? largest : before;
     falls[row] = before - states[row].max;
@@ -149,10 +150,10 @@ inline void softmax_step(float* scores, const TileScales* scales, ScoreScale by,
     corrections[row] = all[row];
     uint32_t* weights = out + row * kTile / per_word(dtype);
     if (scales)
-      exponentiate<dtype>(scores + row * kTile, scales->values, scale, states[row], all[row],
+      exponentiate<dtype>(scores + row * kTile, scales->values, scale, states[row], all[row], end,
                           weights);
     else
-      exponentiate<dtype>(scores + row * kTile, scale, states[row], all[row], weights);
+      exponentiate<dtype>(scores + row * kTile, scale, states[row], all[row], end, weights);
   }
 }
 

@@ -88,11 +88,11 @@ inline typename Words::Sixteen load_words(const char* head, int word, int num_wo
   return some;
 }
 
-// Writes keys as [words, kTile]: lanes are positions.
+// Writes the keys before `end` as [words, kTile]: lanes are positions.
 template <typename Words>
-inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_words,
+inline void transpose_keys(const TileRows& rows, const TileRows& next, int end, int num_words,
                            uint32_t* out) {
-  for (int begin = 0; begin < kTile; begin += kLanes) {
+  for (int begin = 0; begin < computed(end); begin += kLanes) {
     const char* const* keys = rows.keys + begin;
     int word = 0;
     for (; word + kLanes <= num_words; word += kLanes) {
@@ -125,11 +125,11 @@ inline int num_columns(Dtype dtype, int head_dim) {
   return (head_dim + width - 1) / width * width;
 }
 
-// Writes values as [kTile / per_word, columns]; in bf16, a word has two positions.
+// Writes the values before `end` as [kTile / per_word, columns]; in bf16, a word has two positions.
 template <Dtype dtype, typename Words>
-inline void interleave_values(const TileRows& rows, const TileRows& next, int num_words,
+inline void interleave_values(const TileRows& rows, const TileRows& next, int end, int num_words,
                               uint32_t* out) {
-  for (int i = 0; i < kTile; i += per_word(dtype)) {
+  for (int i = 0; i < computed(end); i += per_word(dtype)) {
     for (int word = 0; word < num_words; word += kLanes) {
       const auto first = load_words<Words>(rows.values[i], word, num_words);
       prefetch(next.values[i] + Words::kBytes * word);

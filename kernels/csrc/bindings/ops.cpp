@@ -174,7 +174,7 @@ class Ops {
     Scratch scratch;
     auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_lanes()));
     AttentionPlan plan;
-    plan.make(call, static_cast<int>(num_rows), pool_.num_lanes());
+    plan.make(kernels_, call, static_cast<int>(num_rows), pool_.num_lanes());
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(plan.num_tasks(), 1, [&](int64_t task, int64_t) {
         plan.attend(kernels_, call, task, bytes + scratch_bytes * lane.index);
@@ -234,8 +234,9 @@ class Ops {
     call.q_stride = q.stride(0);
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(static_cast<int64_t>(qkv.shape(0)), 4,
-                [&](int64_t begin, int64_t end) { kernels_.qkv(call, begin, end); });
+      lane.loop(static_cast<int64_t>(qkv.shape(0)), 4, [&](int64_t begin, int64_t end) {
+        kernels_.qkv(call, begin, end, 0, call.num_heads + 2 * call.num_kv_heads);
+      });
     });
   }
 

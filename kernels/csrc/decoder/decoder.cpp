@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "linear/split.h"
 
@@ -28,8 +29,12 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   call.num_kv_heads = shape_.num_kv_heads;
   call.head_dim = shape_.head_dim;
   call.block_size = arena.block_size;
-  const size_t scratch =
-      static_cast<size_t>(round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
+  auto scratch = static_cast<int64_t>(kernels_.attention_scratch(call));
+  for (const Layer& layer : layers_) {
+    const HeadsAtOnce piece = heads_at_once(*layer.qkv, t);
+    scratch = std::max(scratch, piece.heads * piece.tokens * shape_.head_dim * 4);
+  }
+  scratch = round_up(scratch, 64);
   Buffers b{};
   b.num_tokens = t;
   b.residual_stride = spaced(shape_.hidden, sizeof(float));
@@ -38,7 +43,8 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   if (std::any_of(layers_.begin(), layers_.end(), has_outputs))
     b.outputs = static_cast<float*>(outputs_.get(t * b.residual_stride * sizeof(float)));
   b.qkv_stride = spaced(shape_.qkv_size(), sizeof(float));
-  b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
+  if (shape_.norms_all_heads)
+    b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
   b.attention_stride = spaced(shape_.attention_size(), size_of(dtype_));
   b.q = q_.get(t * b.attention_stride * size_of(dtype_));
   b.attended = attended_.get(t * b.attention_stride * size_of(dtype_));
@@ -52,7 +58,7 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.scales = static_cast<float*>(scales_.get(t * sizeof(float)));
   b.sums = static_cast<float*>(sums_.get(t * (b.widest / kLeastGroup) * sizeof(float)));
   b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
-  b.scratch_bytes = scratch;
+  b.scratch_bytes = static_cast<size_t>(scratch);
   return b;
 }
 
@@ -88,7 +94,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   const Buffers b = buffers(batch, arena);
   for (const Layer& layer : layers_)
     if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
-  plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
+  plan_.make(kernels_, attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
   adapters_.begin(batch.adapters, batch.num_tokens);
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
@@ -96,8 +102,8 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
       const Inputs x = enter(lane, layer.attention_in, m, *layer.qkv, b);
-      linear(lane, i, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
-      attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
+      project(lane, x, i, batch, arena, b);
+      attend(lane, i, batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // All KV is stored, so only the wanted tokens are needed from here on.
         keep_wanted(lane, batch, b);
@@ -125,33 +131,84 @@ void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
   });
 }
 
-void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
-                     const Arena& arena, const Buffers& b) {
-  const QkvCall store{dtype_,
-                      shape_.num_heads,
-                      shape_.num_kv_heads,
-                      shape_.head_dim,
-                      arena.block_size,
-                      b.qkv,
-                      b.qkv_stride,
-                      layer.query_norm,
-                      layer.key_norm,
-                      shape_.eps,
-                      shape_.norms_all_heads,
-                      layer.rotated,
-                      layer.cos,
-                      layer.sin,
-                      batch.positions,
-                      batch.slot_mapping,
-                      b.q,
-                      b.attention_stride,
-                      arena.layer(index)};
-  lane.loop(batch.num_tokens, kTokensAtOnce,
-            [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
+// Few tokens wait for weights, and their pieces are as long as a linear's. More tokens have pieces
+// of as few heads as fill whole panels, whose products fit in half of L2 on any CPU.
+Decoder::HeadsAtOnce Decoder::heads_at_once(const Linear& weights, int64_t m) const {
+  constexpr int64_t kMostNumbers = 1 << 16, kTokens = 32;
+  const int64_t size = shape_.head_dim, lanes = pool_.num_lanes();
+  const int64_t least = kPanel / std::gcd(size, int64_t{kPanel}),
+                num_panels = least * size / kPanel;
+  const int64_t grain = linear_grain(kernels_, weights, m, static_cast<int>(lanes));
+  if (m <= kFewRows) return {std::max(grain / num_panels, int64_t{1}) * least, m};
+  int64_t tokens =
+      std::min(kernels_.most_panel_rows(weights.kind) / num_panels, kMostNumbers / (least * size));
+  tokens = std::min(tokens, shape_.num_all_heads() / least * m / (4 * lanes));
+  const int64_t num_pieces = 1 + (m - 1) / std::max(tokens, kTokens);
+  return {least, round_up((m + num_pieces - 1) / num_pieces, kTokens)};
+}
+
+// Computes a layer's queries, keys and values. What the linear has for some heads of some tokens
+// stays in a lane's own memory until it is normed and rotated: of many tokens, it would fill more
+// than the caches.
+void Decoder::project(Lane& lane, const Inputs& x, size_t index, const Batch& batch,
+                      const Arena& arena, const Buffers& b) {
+  const Layer& layer = layers_[index];
+  QkvCall store{dtype_,
+                shape_.num_heads,
+                shape_.num_kv_heads,
+                shape_.head_dim,
+                arena.block_size,
+                b.qkv,
+                b.qkv_stride,
+                layer.query_norm,
+                layer.key_norm,
+                shape_.eps,
+                shape_.norms_all_heads,
+                layer.rotated,
+                layer.cos,
+                layer.sin,
+                batch.positions,
+                batch.slot_mapping,
+                b.q,
+                b.attention_stride,
+                arena.layer(static_cast<int64_t>(index))};
+  const int64_t m = batch.num_tokens, num_heads = shape_.num_all_heads(), size = shape_.head_dim;
+  if (shape_.norms_all_heads) {
+    linear(lane, index, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
+    return lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+      kernels_.qkv(store, begin, end, 0, static_cast<int>(num_heads));
+    });
+  }
+  const HeadsAtOnce piece = heads_at_once(*layer.qkv, m);
+  LinearCall call{layer.qkv, x.x, Epilogue::store_f32, nullptr, piece.heads * size};
+  if (!adapters_.empty()) adapters_.add(kernels_, lane, index, kQkv, x.plain, call);
+  const int64_t num_parts = (m + piece.tokens - 1) / piece.tokens;
+  lane.loop(round_up(num_heads, piece.heads) / piece.heads * num_parts, 1,
+            [&](int64_t task, int64_t) {
+              const int64_t head = task / num_parts * piece.heads;
+              const int64_t end = std::min(head + piece.heads, num_heads);
+              const int64_t token = task % num_parts * piece.tokens;
+              const int64_t last = std::min(token + piece.tokens, m);
+              LinearCall some = call;
+              QkvCall stored = store;
+              // Where the first head of the first token would be.
+              float* products = reinterpret_cast<float*>(b.scratch + b.scratch_bytes * lane.index) -
+                                (token * call.out_stride + head * size);
+              some.out = products;
+              stored.qkv = products;
+              stored.qkv_stride = call.out_stride;
+              kernels_.linear(some, head * size / kPanel, round_up(end * size, kPanel) / kPanel,
+                              token, last);
+              kernels_.qkv(stored, token, last, static_cast<int>(head), static_cast<int>(end));
+            });
+}
+
+void Decoder::attend(Lane& lane, size_t index, const Batch& batch, const Arena& arena,
+                     const Buffers& b) {
   AttentionCall call = attention_call(batch, arena, b);
-  call.window = layer.window;
-  call.sinks = layer.sinks;
-  call.kv = arena.layer(index);
+  call.window = layers_[index].window;
+  call.sinks = layers_[index].sinks;
+  call.kv = arena.layer(static_cast<int64_t>(index));
   lane.loop(plan_.num_tasks(), 1, [&](int64_t task, int64_t) {
     plan_.attend(kernels_, call, task, b.scratch + b.scratch_bytes * lane.index);
   });

@@ -47,7 +47,8 @@ struct Shape {
   float embedding_scale, residual_scale;  // factors of embeddings and of sublayers' outputs
   bool norms_all_heads, uses_gelu;        // see QkvCall and Epilogue
 
-  int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  int num_all_heads() const { return num_heads + 2 * num_kv_heads; }
+  int qkv_size() const { return num_all_heads() * head_dim; }
   int attention_size() const { return num_heads * head_dim; }
 };
 
@@ -105,7 +106,7 @@ class Decoder {
     int64_t residual_stride, qkv_stride, attention_stride, gated_stride;
     float* residual;  // [T, hidden]
     float* outputs;   // [T, hidden], as the residual stream: a sublayer's, before their norm
-    float* qkv;       // [T, qkv_size]
+    float* qkv;       // [T, qkv_size], if a token's heads have one norm together
     void* q;          // [T, H * D], fp32 or bf16
     void* attended;   // [T, H * D], fp32 or bf16
     void* gated;      // [T, intermediate], fp32 or bf16
@@ -118,6 +119,11 @@ class Decoder {
     size_t scratch_bytes;
   };
 
+  // A piece of the computation of queries, keys and values.
+  struct HeadsAtOnce {
+    int64_t heads, tokens;
+  };
+
   // The input of a linear, and what adapters read of it: the same, unless it is quantized.
   struct Inputs {
     Activations x, plain;
@@ -127,8 +133,10 @@ class Decoder {
   Rows input_rows(const Linear& next, const Buffers& b) const;
   AttentionCall attention_call(const Batch& batch, const Arena& arena, const Buffers& b) const;
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
-  void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
-              const Buffers& b);
+  HeadsAtOnce heads_at_once(const Linear& weights, int64_t m) const;
+  void project(Lane& lane, const Inputs& x, size_t index, const Batch& batch, const Arena& arena,
+               const Buffers& b);
+  void attend(Lane& lane, size_t index, const Batch& batch, const Arena& arena, const Buffers& b);
   void keep_wanted(Lane& lane, const Batch& batch, const Buffers& b);
   void finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b);
   template <typename Fill>

@@ -190,20 +190,6 @@ inline void write_head(const float* x, int head_dim, const HeadNorm& norm, const
   if (rest > 0) write_floats(from(2 * half, rest), rest, out + 2 * half);
 }
 
-// Calls write(head, x of the head, its norm) for each of a token's heads.
-template <typename Write>
-inline void each_head(const QkvCall& call, const float* x, int num_heads, const float* weight,
-                      const Write& write) {
-  const int width = call.head_dim;
-  HeadNorm norm = {weight, 0.0f};
-  if (weight && call.norms_all_heads) norm.factor = rms_factor(x, num_heads * width, call.eps);
-  for (int head = 0; head < num_heads; ++head, x += width) {
-    if (weight && !call.norms_all_heads) norm.factor = rms_factor(x, width, call.eps);
-    write(head, x, norm);
-    if (weight && call.norms_all_heads) norm.weight += width;
-  }
-}
-
 // Writes a head of fp32 values as signed bytes and a scale.
 inline void write_int8_head(const float* x, int head_dim, char* out) {
   const float scale =
@@ -211,62 +197,52 @@ inline void write_int8_head(const float* x, int head_dim, char* out) {
   std::memcpy(out + head_dim, &scale, sizeof scale);
 }
 
-// Stores a token's keys and values, of which it has the values before rotation at `x`.
+// Writes the heads [head_begin, head_end) of a token, which has queries, keys and values in order.
 template <typename T>
-inline void store_token(const QkvCall& call, const Rotation& rotation, const float* x, char* keys) {
-  const int width = call.num_kv_heads * call.head_dim;
-  auto* out = reinterpret_cast<T*>(keys);
-  each_head(call, x, call.num_kv_heads, call.key_norm,
-            [&](int head, const float* from, const HeadNorm& norm) {
-              write_head(from, call.head_dim, norm, rotation, out + head * call.head_dim);
-            });
-  write_floats(PlainRow<float>{x + width, width}, width,
-               reinterpret_cast<T*>(keys + call.kv.value_bytes));
-}
-
-inline void store_int8_token(const QkvCall& call, const Rotation& rotation, const float* x,
-                             char* keys) {
-  const float* values = x + call.num_kv_heads * call.head_dim;
-  float rotated[kMostHeadDim];
-  each_head(call, x, call.num_kv_heads, call.key_norm,
-            [&](int, const float* from, const HeadNorm& norm) {
-              write_head(from, call.head_dim, norm, rotation, rotated);
-              write_int8_head(rotated, call.head_dim, keys);
-              write_int8_head(values, call.head_dim, keys + call.kv.value_bytes);
-              values += call.head_dim;
-              keys += call.head_dim + kScaleBytes;
-            });
-}
-
-template <typename T>
-inline void qkv_token(const QkvCall& call, int64_t token) {
-  const int head_dim = call.head_dim, half = call.rotated / 2;
-  const float* x = call.qkv + token * call.qkv_stride;
-  const int64_t angles = call.positions[token] * half;
+inline void qkv_token(const QkvCall& call, int64_t token, int head_begin, int head_end) {
+  const int width = call.head_dim, half = call.rotated / 2;
+  const int num_queries = call.num_heads, num_turned = num_queries + call.num_kv_heads;
+  const int64_t angles = call.positions[token] * half, slot = call.slot_mapping[token];
   const Rotation rotation = {call.cos + angles, call.sin + angles, half};
-  T* q = static_cast<T*>(call.q) + token * call.q_stride;
-  each_head(call, x, call.num_heads, call.query_norm,
-            [&](int head, const float* from, const HeadNorm& norm) {
-              write_head(from, head_dim, norm, rotation, q + head * head_dim);
-            });
-  x += call.num_heads * head_dim;
-  const int64_t slot = call.slot_mapping[token];
-  if (slot == -1) return;
-  const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, head_dim);
-  char* keys = call.kv.data + slot / call.block_size * call.kv.block_bytes +
-               slot % call.block_size * call.num_kv_heads * head_bytes;
-  if (call.kv.is_int8)
-    store_int8_token(call, rotation, x, keys);
-  else
-    store_token<T>(call, rotation, x, keys);
+  const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, width);
+  if (slot == -1 && head_end > num_queries) head_end = num_queries;
+  const int64_t place = slot / call.block_size * call.kv.block_bytes +
+                        slot % call.block_size * call.num_kv_heads * head_bytes;
+  float factor = 0.0f;
+  for (int head = head_begin; head < head_end; ++head) {
+    const float* x = call.qkv + token * call.qkv_stride + head * width;
+    const bool is_query = head < num_queries, is_value = head >= num_turned;
+    const int index = is_query ? head : is_value ? head - num_turned : head - num_queries;
+    const float* weight = is_value ? nullptr : is_query ? call.query_norm : call.key_norm;
+    if (weight && !call.norms_all_heads) factor = rms_factor(x, width, call.eps);
+    if (weight && call.norms_all_heads && index == 0)
+      factor = rms_factor(x, (is_query ? num_queries : call.num_kv_heads) * width, call.eps);
+    if (weight && call.norms_all_heads) weight += index * width;
+    const HeadNorm norm = {weight, factor};
+    if (is_query) {
+      T* q = static_cast<T*>(call.q) + token * call.q_stride;
+      write_head(x, width, norm, rotation, q + head * width);
+      continue;
+    }
+    char* out = call.kv.data + place + index * head_bytes + (is_value ? call.kv.value_bytes : 0);
+    float rotated[kMostHeadDim];
+    if (call.kv.is_int8 && !is_value) write_head(x, width, norm, rotation, rotated);
+    if (call.kv.is_int8)
+      write_int8_head(is_value ? x : rotated, width, out);
+    else if (is_value)
+      write_floats(PlainRow<float>{x, width}, width, reinterpret_cast<T*>(out));
+    else
+      write_head(x, width, norm, rotation, reinterpret_cast<T*>(out));
+  }
 }
 
-inline void qkv(const QkvCall& call, int64_t token_begin, int64_t token_end) {
+inline void qkv(const QkvCall& call, int64_t token_begin, int64_t token_end, int head_begin,
+                int head_end) {
   for (int64_t token = token_begin; token < token_end; ++token) {
     if (call.dtype == Dtype::f32)
-      qkv_token<float>(call, token);
+      qkv_token<float>(call, token, head_begin, head_end);
     else
-      qkv_token<bf16>(call, token);
+      qkv_token<bf16>(call, token, head_begin, head_end);
   }
 }
 

@@ -21,6 +21,7 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::shrink,     QUIRE_ISA::most_panel_rows,
       QUIRE_ISA::input_kind, QUIRE_ISA::pack,
       QUIRE_ISA::attention,  QUIRE_ISA::attention_scratch,
+      QUIRE_ISA::kTile,      QUIRE_ISA::kAttentionRows,
       QUIRE_ISA::rms_norm,   QUIRE_ISA::add_normed,
       QUIRE_ISA::quantize,   QUIRE_ISA::qkv,
       QUIRE_ISA::largest,    QUIRE_ISA::exp_scaled,

@@ -1,14 +1,14 @@
 // y = x W^T by tiles, for bf16 and quantized weights.
 //
 // Panels of bf16 are the `b` of the tiles as they are; those of quantized weights are unpacked to
-// bf16 first, 1 KiB of K at a time. K is taken 64 bytes at a time from front to back; the last part
-// is padded with zeros. An output's bits depend on nothing but its row, its column and K: sums that
-// are stored and loaded again between two parts of K stay the same.
+// bf16 first, a part of K at a time. K is taken 64 bytes at a time from front to back; the last
+// part is padded with zeros. An output's bits depend on nothing but its row, its column and K: sums
+// that are stored and loaded again between two parts of K stay the same.
 //
 // Up to 32 rows read each panel once, from front to back, and wait for memory. Of more rows, a
-// block of 256 rows and 256 columns keeps its sums in L2 and takes K 1 KiB at a time, so that a
-// panel's part (32 KiB) stays in L1 for all rows, and the rows' part (256 KiB) in L2 for all
-// panels.
+// block is as many as fill half of L2, and takes all of K at once if that leaves it at least 128
+// rows, so that its sums do not leave the tiles. Outputs that are too many for L2 are written line
+// by line past the caches, since a write to a line that is not there would first read it.
 #pragma once
 
 #include "isa/tiles.h"
@@ -18,12 +18,34 @@
 
 namespace quire::QUIRE_ISA {
 
-inline constexpr int64_t kBlockedRows = 256;
-inline constexpr int64_t kBlockedPanels = 8;
-inline constexpr int64_t kDepth = 1024;                        // bytes of K of each row
 inline constexpr int64_t kTiledFarBytes = 6 * 1024;            // how far ahead few rows fetch
 inline constexpr int64_t kPanelStep = 4 * kPanel;              // bytes of a panel's step
 inline constexpr int64_t kTileStep = kTileSteps * kPanelStep;  // bytes of a panel in a product
+inline constexpr int64_t kMostSums = 2048;  // rows times panels of a block, 128 bytes each
+inline constexpr int64_t kPair = 2;         // panels whose gated outputs in bf16 fill a line
+
+// How a call is divided.
+struct TiledBlocks {
+  static constexpr int64_t kRowBytes = 1 << 20, kMostRows = 512, kUnit = 256;
+
+  int64_t rows, panels;  // of a block
+  int64_t depth;         // bytes of K of a row in a part of K: whole groups of quantized weights
+
+  // Few rows: quantized weights are unpacked into L1. More: once for as many rows as possible.
+  static constexpr int64_t most_depth(WeightKind kind, bool is_few) {
+    if (is_quantized(kind)) return is_few ? 1024 : 2048;
+    return is_few ? INT64_MAX / 2 : 8192;
+  }
+
+  TiledBlocks(WeightKind kind, int64_t num_bytes, int64_t num_rows) {
+    const bool is_few = num_rows <= kTileRows;
+    const int64_t most = most_depth(kind, is_few), num_parts = 1 + (num_bytes - 1) / most;
+    depth = (num_bytes + num_parts * kUnit - 1) / (num_parts * kUnit) * kUnit;
+    const int64_t fitting = kRowBytes / depth / kTileRows * kTileRows;
+    rows = is_few ? kTileRows : fitting < kMostRows ? fitting : kMostRows;
+    panels = is_few ? 1 : kMostSums / rows / kPair * kPair;
+  }
+};
 
 // Lines to fetch beside the products: `step` bytes with each of them.
 struct Ahead {
@@ -44,84 +66,107 @@ struct Ahead {
 template <WeightKind kind>
 class TiledLinear {
  public:
-  TiledLinear(const LinearCall& call, int64_t panel_end)
+  TiledLinear(const LinearCall& call, int64_t panel_end, int64_t num_rows)
       : call_(call),
         panels_(static_cast<const char*>(call.weights->panels)),
         x_(static_cast<const char*>(call.x.data)),
         x_stride_(call.x.stride * static_cast<int64_t>(sizeof(bf16))),
         num_bytes_(4 * panel_steps(WeightKind::bf16, call.weights->k, 0)),
-        panel_end_(panel_end) {}
+        panel_end_(panel_end),
+        blocks_(kind, num_bytes_, num_rows),
+        streams_(streams(num_rows)) {}
+  ~TiledLinear() {
+    if (streams_) _mm_sfence();  // other threads read what was streamed
+  }
 
-  // Computes up to kBlockedPanels panels with up to kBlockedRows rows.
-  void compute(int64_t panel, int64_t end, int64_t row, int64_t row_end) {
-    const bool is_few = row_end - row <= kTileRows;
-    const int64_t depth = is_few && !is_quantized(kind) ? num_bytes_ : kDepth;
-    for (int64_t begin = 0; begin < num_bytes_; begin += depth) {
-      const Part part = {begin, begin + depth < num_bytes_ ? begin + depth : num_bytes_};
-      for (int64_t i = panel; i < end; ++i) {
-        Ahead ahead = {};
-        if constexpr (is_quantized(kind))
-          unpack<kind>(*call_.weights, i, begin / 2, (part.end + 1) / 2, unpacked_);
-        else
-          ahead = is_few ? Ahead{weights(i, 0) + kTiledFarBytes, kTileStep, false}
-                         : next_part(part, i, panel, end, row_end - row);
-        for (int64_t at = row; at < row_end; at += kTileRows)
-          compute_tile(part, i, at, at + kTileRows < row_end ? at + kTileRows : row_end, ahead,
-                       sums_[i - panel] + (at - row));
-      }
-    }
+  void compute(int64_t panel_begin, int64_t row_begin, int64_t row_end) {
+    for (int64_t row = row_begin; row < row_end; row += blocks_.rows)
+      for (int64_t panel = panel_begin; panel < panel_end_; panel += blocks_.panels)
+        compute_block(panel, least(panel + blocks_.panels, panel_end_), row,
+                      least(row + blocks_.rows, row_end));
   }
 
  private:
   static constexpr int64_t kSumsStride = 2 * sizeof(f32x16);
+  static constexpr int64_t kStreamedBytes = 2 << 20;                     // L2
+  static constexpr int64_t kMostBytes = kPair * kPanel * sizeof(float);  // of a row of a pair
 
   struct Part {  // of K, in bytes of a row
     int64_t begin, end;
   };
 
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  void compute_block(int64_t panel, int64_t end, int64_t row, int64_t row_end) {
+    // Sums of one tile of rows stay in the tiles, whatever happens between two parts of K.
+    const bool is_few = blocks_.panels == 1;
+    for (int64_t begin = 0; begin < num_bytes_; begin += blocks_.depth) {
+      const Part part = {begin, least(begin + blocks_.depth, num_bytes_)};
+      for (int64_t first = panel; first < end; first += kPair) {
+        const int64_t num_panels = least(kPair, end - first);
+        Ahead ahead[kPair] = {};
+        for (int64_t i = 0; i < num_panels; ++i)
+          if constexpr (is_quantized(kind))
+            unpack<kind>(*call_.weights, first + i, begin / 2, (part.end + 1) / 2, unpacked_[i]);
+          else
+            ahead[i] = is_few ? Ahead{weights(first, 0) + kTiledFarBytes, kTileStep, false}
+                              : next_part(part, first + i, panel, end, row_end - row);
+        for (int64_t at = row; at < row_end; at += kTileRows) {
+          const int num_rows = static_cast<int>(least(kTileRows, row_end - at));
+          const bool is_all = num_bytes_ <= blocks_.depth;  // of K: no sums are kept
+          f32x16(*sums)[2] =
+              sums_ + (is_all ? 0 : (first - panel) * blocks_.rows + kPair * (at - row));
+          for (int64_t i = 0; i < num_panels; ++i)
+            add_part(part, first + i, i, at, num_rows, is_few, ahead[i], sums + i * kTileRows);
+          if (part.end == num_bytes_) finish_pair(first, num_panels, at, num_rows, sums);
+        }
+      }
+    }
+  }
+
   const char* weights(int64_t panel, int64_t k) const {
     return panels_ + panel * (num_bytes_ * kPanel) + k * kPanel;
   }
 
-  // The steps of a panel in bf16 from byte `k` of a row on.
-  const char* steps(int64_t panel, Part part, int64_t k) const {
-    if constexpr (is_quantized(kind)) return unpacked_ + (k - part.begin) * kPanel;
+  // The steps of a panel in bf16 from byte `k` of a row on. `which`: of its pair.
+  const char* steps(int64_t panel, int64_t which, Part part, int64_t k) const {
+    if constexpr (is_quantized(kind)) return unpacked_[which] + (k - part.begin) * kPanel;
     return weights(panel, k);
   }
 
-  // What will be read after the part of this panel: the next panel's, or the next part of the first
+  // What will be read after the part of this panel: the next pair's, or the next part of the first
   // one, or the panel of the next block.
   Ahead next_part(Part part, int64_t panel, int64_t first, int64_t end, int64_t num_rows) const {
     const int64_t num_products = (num_rows + kTileRows - 1) / kTileRows * products(part);
     const int64_t num_lines = (products(part) * (kTileStep / 64) + num_products - 1) / num_products;
-    if (panel + 1 < end) return {weights(panel + 1, part.begin), 64 * num_lines, true};
-    if (part.end < num_bytes_) return {weights(first, part.end), 64 * num_lines, true};
-    return {weights(panel + 1, 0), panel + 1 < panel_end_ ? 64 * num_lines : 0, true};
+    const int64_t next = panel + kPair;
+    if (next < end) return {weights(next, part.begin), 64 * num_lines, true};
+    if (part.end < num_bytes_)
+      return {weights(first + (panel - first) % kPair, part.end), 64 * num_lines, true};
+    return {weights(next, 0), next < panel_end_ ? 64 * num_lines : 0, true};
   }
   static int64_t products(Part part) {
     return (part.end - part.begin + kTileBytes - 1) / kTileBytes;
   }
 
-  // Adds a part of K to the sums of up to 32 rows of a panel; the last part finishes them.
-  void compute_tile(Part part, int64_t panel, int64_t row, int64_t row_end, Ahead& ahead,
-                    f32x16 (*sums)[2]) {
-    const int num_rows = static_cast<int>(row_end - row);
+  // Adds a part of K to the sums of up to 32 rows of a panel.
+  void add_part(Part part, int64_t panel, int64_t which, int64_t row, int num_rows, bool is_few,
+                Ahead& ahead, f32x16 (*sums)[2]) {
     const bool is_last = part.end == num_bytes_;
     const char* x = x_ + row * x_stride_;
     tiles_.shape(num_rows);
     if (part.begin == 0)
       tiles_.clear();
-    else
+    else if (!is_few)
       tiles_.load(sums, kSumsStride);
-    if (is_last && ahead.is_far) fetch_outputs(call_, row, num_rows, panel);
+    if (is_last && !is_few && !streams_) fetch_outputs(call_, row, num_rows, panel);
     int64_t k = part.begin;
     for (; k + kTileBytes <= part.end; k += kTileBytes) {
       ahead.fetch();
-      tiles_.multiply(x + k, x_stride_, steps(panel, part, k), kPanelStep);
+      tiles_.multiply(x + k, x_stride_, steps(panel, which, part, k), kPanelStep);
     }
-    if (k < part.end) multiply_rest(x + k, steps(panel, part, k), num_rows, part.end - k);
-    tiles_.store(sums, kSumsStride);
-    if (is_last) finish<kind>(call_, row, num_rows, panel, sums);
+    if (k < part.end) multiply_rest(x + k, steps(panel, which, part, k), num_rows, part.end - k);
+    if (is_last || !is_few) tiles_.store(sums, kSumsStride);
   }
 
   // The end of K, where less than 64 bytes of a row, and of a panel's steps, are left.
@@ -132,29 +177,56 @@ class TiledLinear {
     tiles_.multiply(rows, kTileBytes, steps, kPanelStep);
   }
 
+  // Whether outputs are written past the caches.
+  bool streams(int64_t num_rows) const {
+    const int64_t size = is_bf16(call_.epilogue) ? 2 : 4, stride = call_.out_stride * size;
+    return call_.epilogue != Epilogue::add_f32 && call_.epilogue != Epilogue::best_or_f32 &&
+           num_rows * stride > kStreamedBytes && stride % 64 == 0 &&
+           reinterpret_cast<uintptr_t>(call_.out) % 64 == 0;
+  }
+
+  void finish_pair(int64_t panel, int64_t num_panels, int64_t row, int num_rows,
+                   const f32x16 (*sums)[2]) {
+    LinearCall call = call_;
+    const int64_t size = is_bf16(call.epilogue) ? 2 : 4;
+    const int64_t width = (is_gated(call.epilogue) ? kLanes : kPanel) * size;  // of a panel
+    const bool is_whole = num_panels == kPair && (panel + kPair) * kPanel <= call.weights->n;
+    const int64_t from = row * call.out_stride * size + panel * width;
+    if (streams_ && is_whole) {  // the place in `staged_` of the call's first output
+      call.out_stride = kMostBytes / size;
+      call.out = staged_ - row * kMostBytes - panel * width;
+    }
+    for (int64_t i = 0; i < num_panels; ++i)
+      finish<kind>(call, row, num_rows, panel + i, sums + i * kTileRows);
+    if (!streams_ || !is_whole) return;
+    char* to = static_cast<char*>(call_.out) + from;
+    for (int i = 0; i < num_rows; ++i, to += call_.out_stride * size)
+      for (int64_t at = 0; at < kPair * width; at += sizeof(__m256i))
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at),
+                            load<__m256i>(staged_ + i * kMostBytes + at));
+  }
+
   const LinearCall& call_;
   const char* panels_;
   const char* x_;
   const int64_t x_stride_;   // bytes
   const int64_t num_bytes_;  // of K of a row, and 1 / 32 of a panel's
   const int64_t panel_end_;  // of the call
+  const TiledBlocks blocks_;
+  const bool streams_;
   Tiles tiles_;
-  f32x16 sums_[kBlockedPanels][kBlockedRows][2];  // 256 KiB of the caller's stack
-  // A panel's part, of quantized weights only.
-  alignas(64) char unpacked_[is_quantized(kind) ? kDepth * kPanel : 64];
+  f32x16 sums_[kMostSums][2];                        // 256 KiB of the caller's stack
+  alignas(64) char staged_[kTileRows * kMostBytes];  // outputs of a pair, on their way to memory
+  // A pair's part of K, of quantized weights only.
+  alignas(
+      64) char unpacked_[kPair]
+                        [is_quantized(kind) ? TiledBlocks::most_depth(kind, false) * kPanel : 64];
 };
 
 template <WeightKind kind>
 inline void compute_tiled(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
                           int64_t row_begin, int64_t row_end) {
-  TiledLinear<kind> linear(call, panel_end);
-  for (int64_t row = row_begin; row < row_end; row += kBlockedRows) {
-    const int64_t last_row = row + kBlockedRows < row_end ? row + kBlockedRows : row_end;
-    for (int64_t panel = panel_begin; panel < panel_end; panel += kBlockedPanels) {
-      const int64_t last = panel + kBlockedPanels < panel_end ? panel + kBlockedPanels : panel_end;
-      linear.compute(panel, last, row, last_row);
-    }
-  }
+  TiledLinear<kind>(call, panel_end, row_end - row_begin).compute(panel_begin, row_begin, row_end);
 }
 
 }  // namespace quire::QUIRE_ISA
