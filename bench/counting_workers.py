@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from blockstore.records import PoolSpec
+from blockstore.registry import Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import (
     decode_pb2,
@@ -29,6 +30,23 @@ SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16,
 SECRET = Secret(b"the secret of a deployment that is measured")
 _TOKEN = 97
 _GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def member(role: Role, name: str, spec: PoolSpec, model_dir: str, port: int, slots: int) -> Member:
+    """The entry of a fake worker in the registry."""
+    return Member(
+        member_id=name,
+        role=role,
+        address=f"127.0.0.1:{port}",
+        state="serving",
+        started_unix_ms=1,
+        protocol_version=PROTOCOL_VERSION,
+        pool_id=spec.pool_id,
+        model=spec.model,
+        model_dir=model_dir,
+        max_model_len=1 << 20,
+        max_num_seqs=slots,
+    )
 
 
 def _welcome(worker_id: str, num_slots: int) -> worker_pb2.Welcome:

@@ -29,12 +29,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from bench.counting_workers import SECRET, SPEC, run_workers
+from bench.counting_workers import SECRET, SPEC, member, run_workers
 from bench.load import GrpcTarget, HttpTarget, Record, Target, send_all
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
-from blockstore.registry import Member, Role
+from blockstore.registry import Role
 from quire.api_keys import hash_key
 from quire.async_client import AsyncClient
 from quire.certificates import write_certificates
@@ -51,7 +51,6 @@ from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
-from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.logging import configure_logging
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles
@@ -82,7 +81,8 @@ async def run_gateway(
     await store.register_pool(SPEC)
     roles: tuple[Role, Role] = ("prefill", "decode")
     for role, port in zip(roles, ports, strict=True):
-        await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
+        entry = member(role, f"{role}-1", SPEC, model_dir, port, num_slots)
+        await registry.announce(entry, ttl_s=1e6)
     metrics = RequestMetrics(CollectorRegistry())
     async with start_gateway(store, registry, SECRET, GatewayOptions(), metrics) as assembly:
         while not assembly.gateway.ready():
@@ -113,22 +113,6 @@ async def _listening(front: Front, gateway: Generator) -> AsyncIterator[int]:
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
     yield await server.start("127.0.0.1", 0)
     await server.stop()
-
-
-def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
-    return Member(
-        member_id=f"{role}-1",
-        role=role,
-        address=f"127.0.0.1:{port}",
-        state="serving",
-        started_unix_ms=1,
-        protocol_version=PROTOCOL_VERSION,
-        pool_id=SPEC.pool_id,
-        model=SPEC.model,
-        model_dir=model_dir,
-        max_model_len=1 << 20,
-        max_num_seqs=num_slots,
-    )
 
 
 @dataclass(frozen=True)

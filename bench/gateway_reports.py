@@ -16,18 +16,18 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from bench.counting_workers import member
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from blockstore.registry import Load, Member
+from blockstore.registry import Load, Member, Role
 from services.gateway.config import GatewayOptions
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
 from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, LoadReport
-from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.secret import Secret
 
 _MEASURED_S = 10.0
@@ -58,26 +58,17 @@ async def measure(args: argparse.Namespace, model_dir: str) -> float:
         connections[-1].worker.connected = True
         return connections[-1]
 
-    for number in range(args.pools):
-        model = f"model-{number % args.models}"
-        spec = PoolSpec(f"pool-{number}", model, "fingerprint", 1000, 16, block_bytes=1)
+    specs = [
+        PoolSpec(f"pool-{n}", f"model-{n % args.models}", "fingerprint", 1000, 16, block_bytes=1)
+        for n in range(args.pools)
+    ]
+    for spec in specs:
         await store.register_pool(spec)
     for number in range(args.workers):
-        pool = number % args.pools
-        member = Member(
-            member_id=f"worker-{number}",
-            role="decode" if number // args.pools % 2 else "prefill",
-            address="127.0.0.1:1",
-            state="serving",
-            started_unix_ms=0,
-            protocol_version=PROTOCOL_VERSION,
-            pool_id=f"pool-{pool}",
-            model=f"model-{pool % args.models}",
-            model_dir=model_dir,
-            max_model_len=512,
-            max_num_seqs=64,
-        )
-        await registry.announce(member, 3600.0)
+        role: Role = "decode" if number // args.pools % 2 else "prefill"
+        spec = specs[number % args.pools]
+        entry = member(role, f"worker-{number}", spec, model_dir, port=1, slots=64)
+        await registry.announce(entry, 3600.0)
     metrics = RequestMetrics(CollectorRegistry())
     secret = Secret(bytes(32))
     async with start_gateway(store, registry, secret, GatewayOptions(), metrics, connect) as wiring:

@@ -4,23 +4,13 @@ import json
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 
 import torch
 
 import kvops
-from bench.gpu import (
-    arena,
-    attention,
-    decode,
-    deployment,
-    experts,
-    model,
-    operations,
-    sampling,
-    sharing,
-    speed,
-)
+from bench.gpu import sharing
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 
 
@@ -42,26 +32,19 @@ def _environment(machine: Machine) -> Passed:
     return Passed(", ".join(f"{name} {value}" for name, value in figures.items()), figures)
 
 
-GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
-    "environment": environment,
-    "attention": attention.checks,
-    "operations": operations.checks,
-    "experts": experts.checks,
-    "arena": arena.checks,
-    "sharing": sharing.checks,
-    "peers": sharing.peer_checks,
-    "sampling": sampling.checks,
-    "model": model.checks,
-    "decode": decode.checks,
-    "speed": speed.checks,
-    "deployment": deployment.checks,
-}
+MODULES = (
+    *("attention", "operations", "experts", "arena", "sharing", "sampling", "model", "decode"),
+    *("speed", "deployment"),
+)
+"""The groups that are a module with a function `checks`. Each group imports all of them."""
 
 
 def run_group(group: str, dry_run: bool) -> None:
     """Print the result of each check as a line of JSON. An error fails its check only."""
-    machine = Machine(dry_run)
-    for name, check in GROUPS[group](machine):
+    machine, modules = Machine(dry_run), [import_module(f"bench.gpu.{name}") for name in MODULES]
+    groups = dict(zip(MODULES, (module.checks for module in modules), strict=True))
+    groups |= {"environment": environment, "peers": sharing.peer_checks}
+    for name, check in groups[group](machine):
         began, figures = time.monotonic(), {}
         try:
             passed = check()

@@ -15,10 +15,6 @@ ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / ".venvs"
 
 
-class SetupFailed(Exception):
-    """A command of a peer's set-up ended with an error; its output went to the terminal."""
-
-
 @dataclass(frozen=True, slots=True)
 class Environment:
     """`unwanted` are dependencies that `requirements` pull in and that break the peer on a CPU."""
@@ -48,7 +44,7 @@ class Environment:
         return json.dumps(asdict(self))
 
     def create(self) -> None:
-        """Make it anew, unless it is as specified. SetupFailed: pip failed."""
+        """Make it anew, unless it is as specified. CalledProcessError: pip failed."""
         if self.is_ready:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -60,8 +56,5 @@ class Environment:
 
 
 def run(*command: str, cwd: Path | None = None) -> None:
-    """Run a step of a set-up. SetupFailed: it ended with another status than 0."""
-    try:
-        subprocess.run(command, cwd=cwd, check=True)
-    except subprocess.CalledProcessError as error:
-        raise SetupFailed(f"status {error.returncode}: {' '.join(command)}") from error
+    """Run a step of a set-up, whose output goes to the terminal. CalledProcessError: it failed."""
+    subprocess.run(command, cwd=cwd, check=True)

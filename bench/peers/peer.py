@@ -101,7 +101,7 @@ class Peer(Protocol):
     def is_ready(self) -> bool: ...
 
     def setup(self) -> None:
-        """Install what is not installed. SetupFailed: a step ended with an error."""
+        """Install what is not installed. CalledProcessError: a step failed."""
 
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
         """The checkpoint as this peer reads it, made once and kept."""

@@ -10,6 +10,7 @@ from bench.peers.peer import (
     Dtype,
     EngineRun,
     Figure,
+    Kind,
     PeerFailed,
     ServerOptions,
     json_lines,
@@ -39,44 +40,11 @@ class Quire:
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
         shape = ("--prompt", str(run.prompt), "--tokens", str(run.tokens))
-        decode = self._bench("decode", "--streams", run.decode, shape, model, dtype, run)
-        prefill = self._bench("prefill", "--tokens", run.prefill, (), model, dtype, run)
+        common = ("--model", str(model), *_quantize(dtype), "--rounds", str(run.repeats))
         return [
-            *(Figure("decode", size, rate) for size, rate in zip(run.decode, decode, strict=True)),
-            *(
-                Figure("prefill", size, rate)
-                for size, rate in zip(run.prefill, prefill, strict=True)
-            ),
+            *_bench("decode", ("--streams", run.decode, shape), common, run.threads),
+            *_bench("prefill", ("--tokens", run.prefill, ()), common, run.threads),
         ]
-
-    def _bench(
-        self,
-        kind: str,
-        option: str,
-        sizes: tuple[int, ...],
-        shape: tuple[str, ...],
-        model: Path,
-        dtype: Dtype,
-        run: EngineRun,
-    ) -> list[float]:
-        """The best rate of each size, a thread bound to each CPU as in a worker. PeerFailed: an
-        error, or figures missing."""
-        if not sizes:
-            return []
-        usable = sorted(os.sched_getaffinity(0))
-        if len(usable) < run.threads:
-            raise PeerFailed(f"{run.threads} threads on {len(usable)} CPUs")
-        command = Command(
-            (
-                *(sys.executable, "-m", "bench.engine", kind, "--json", "--model", str(model)),
-                *(option, *map(str, sizes), *shape, *_quantize(dtype)),
-                *("--cpus", *map(str, usable[: run.threads]), "--rounds", str(run.repeats)),
-            )
-        )
-        rates = [float(line["highest"]) for line in json_lines(output_of(command))]
-        if len(rates) != len(sizes):
-            raise PeerFailed(f"{len(rates)} figures for {sizes}: {' '.join(command.arguments)}")
-        return rates
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
         """A gateway on `options.port`; gRPC, not HTTP. Its workers divide the CPUs themselves."""
@@ -100,3 +68,23 @@ class Quire:
 
 def _quantize(dtype: Dtype) -> tuple[str, ...]:
     return () if dtype == "bfloat16" else ("--quantize", dtype)
+
+
+def _bench(
+    kind: Kind,
+    asked: tuple[str, tuple[int, ...], tuple[str, ...]],
+    common: tuple[str, ...],
+    threads: int,
+) -> list[Figure]:
+    """The best rate of each size, a thread bound to each CPU as in a worker. PeerFailed: an error,
+    or figures missing."""
+    option, sizes, shape = asked
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < threads:
+        raise PeerFailed(f"{threads} threads on {len(usable)} CPUs")
+    words = (*(option, *map(str, sizes), *shape), *common, "--cpus", *map(str, usable[:threads]))
+    command = Command((sys.executable, "-m", "bench.engine", kind, "--json", *words))
+    rates = [float(line["highest"]) for line in json_lines(output_of(command))] if sizes else []
+    if len(rates) != len(sizes):
+        raise PeerFailed(f"{len(rates)} figures for {sizes}: {' '.join(command.arguments)}")
+    return [Figure(kind, size, rate) for size, rate in zip(sizes, rates, strict=True)]
