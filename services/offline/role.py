@@ -1,6 +1,6 @@
 """The role of an offline worker: it prefills a request, and decodes it in the same engine."""
 
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,6 +21,35 @@ from services.worker.roles.prefill_job import PrefillJob
 from services.worker.swap.pool import Fetched
 
 
+class _Extender(BlockExtender):
+    """Tells whether a running sequence waits for blocks (`is_short`); calls `on_served` when no
+    sequence does any more."""
+
+    def __init__(
+        self,
+        worker: PoolEngine,
+        preempt: Callable[[Sequence[str]], None],
+        on_served: Callable[[], object],
+    ) -> None:
+        super().__init__(worker, preempt)
+        self.is_short = False
+        self._on_served = on_served
+
+    def remove(self, holder_id: str) -> None:
+        super().remove(holder_id)
+        self._note(self.is_short and bool(self._wanting))
+
+    async def _is_refused(self) -> bool:
+        is_refused = await super()._is_refused()
+        self._note(is_refused and bool(self._wanting))
+        return is_refused
+
+    def _note(self, is_short: bool) -> None:
+        was_short, self.is_short = self.is_short, is_short
+        if was_short and not is_short:
+            self._on_served()
+
+
 class Whole(Prefill):
     """Takes a request from its ticket without blocks to its end.
 
@@ -34,7 +63,7 @@ class Whole(Prefill):
 
     def __init__(self, worker: PoolEngine) -> None:
         super().__init__(worker)
-        self._extender = BlockExtender(worker, self.preempt)
+        self._extender = _Extender(worker, self.preempt, self._admission.wake)
 
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
@@ -50,8 +79,11 @@ class Whole(Prefill):
         return chain(super().loops(), [self._extender.run()])
 
     def _has_room(self) -> bool:
+        """Nothing is admitted while a running sequence waits for a block: a preempted request would
+        take the blocks that it has just given back, and be preempted again."""
         num_running = sum(job.ticket.width for job in self.running.values())
-        return super()._has_room() and num_running < self.worker.limits.max_num_seqs
+        has_slots = num_running < self.worker.limits.max_num_seqs
+        return super()._has_room() and has_slots and not self._extender.is_short
 
     def _compute(self, job: PrefillJob, fetched: Fetched) -> None:
         assert job.allocation is not None

@@ -108,7 +108,8 @@ def test_a_small_pool_preempts_and_changes_no_token(checkpoint: Path, llm: LLM) 
     with LLM(str(checkpoint), pool_memory=str(POOL_MEMORY // 4), threads=1) as small:
         answers = small.generate(PROMPTS, sampling, use_tqdm=False)
     assert [one.token_ids for one in answers] == expected
-    assert sum(one.usage.num_preemptions for one in answers) > 0
+    # A request that comes back at once must not take the blocks for which it was preempted.
+    assert 0 < sum(one.usage.num_preemptions for one in answers) < 200
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
