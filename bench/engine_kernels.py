@@ -82,8 +82,8 @@ def _time_linear(
         packed.append(PackedLinear(kind, n, k, memory))
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
-    calls = [lambda w=w: cpu.ops.linear(x, w, out) for w in packed]  # type: ignore[misc]
-    return _seconds(calls, _floors(cpu) if with_floor else [])
+    floors = _floors(cpu) if with_floor else []
+    return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed], floors)  # type: ignore[misc]
 
 
 def _floors(cpu: NativeCpu) -> list[Callable[[], object]]:
