@@ -82,7 +82,7 @@ def _time_linear(
         packed.append(PackedLinear(kind, n, k, memory))
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
-    calls = [lambda w=w: cpu.ops.linear(x, w, out) for w in packed]  # type: ignore[misc]
+    calls = [lambda w=w: cpu.ops.linear(x, w, out) for w in packed]
     return _seconds(calls, _floors(cpu) if with_floor else [])
 
 
@@ -120,7 +120,7 @@ def _time_attention(
 
 
 def _seconds(
-    calls: list[Callable[[], None]], floors: Sequence[Callable[[], object]] = ()
+    calls: Sequence[Callable[[], object]], floors: Sequence[Callable[[], object]] = ()
 ) -> list[float]:
     """The mean time of one call, in the best of the rounds that fit into the time, and the time of
     each floor in that round: a core may be twice as fast at another moment."""
