@@ -94,7 +94,8 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   const Buffers b = buffers(batch, arena);
   for (const Layer& layer : layers_)
     if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
-  plan_.make(kernels_, attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
+  plan_.make(kernels_, attention_call(batch, arena, b), static_cast<int>(batch.num_rows),
+             pool_.num_lanes());
   adapters_.begin(batch.adapters, batch.num_tokens);
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;

@@ -137,16 +137,13 @@ class TiledLinear {
   // What will be read after the part of this panel: the next pair's, or the next part of the first
   // one, or the panel of the next block.
   Ahead next_part(Part part, int64_t panel, int64_t first, int64_t end, int64_t num_rows) const {
-    const int64_t num_products = (num_rows + kTileRows - 1) / kTileRows * products(part);
-    const int64_t num_lines = (products(part) * (kTileStep / 64) + num_products - 1) / num_products;
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    const int64_t num_lines = (kTileStep / 64 + num_tiles - 1) / num_tiles;  // of each product
     const int64_t next = panel + kPair;
     if (next < end) return {weights(next, part.begin), 64 * num_lines, true};
     if (part.end < num_bytes_)
       return {weights(first + (panel - first) % kPair, part.end), 64 * num_lines, true};
     return {weights(next, 0), next < panel_end_ ? 64 * num_lines : 0, true};
-  }
-  static int64_t products(Part part) {
-    return (part.end - part.begin + kTileBytes - 1) / kTileBytes;
   }
 
   // Adds a part of K to the sums of up to 32 rows of a panel.
