@@ -11,11 +11,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from quire.types import Usage
+from quire.types import Sampling, Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
 from services.model.structured.structure import Structure
-from services.protocol.ticket import EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,53 +69,17 @@ class RequestedTools:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedBeams:
-    """The beam search parameters that the client sent, not checked yet."""
-
-    width: int
-    length_penalty: float | None = None
-    """None means 1."""
-    early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedSampling:
+class RequestedSampling(Sampling):
     """The sampling parameters that the client sent, not checked yet.
 
-    None takes the value of the model's generation_config, then the parameter's default:
-    temperature 1, top_k 0 (all tokens), top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
-    admission, max_tokens up to the limit of context and pool, min_tokens 0.
+    None takes the value of the model's generation_config, then the parameter's neutral value; a
+    seed is drawn at admission, and max_tokens is the limit of context and pool.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    """Number of sequences in the answer, all sampled with one seed."""
-    logprobs: int | None = None
-    """Report each token's logprob and those of this many likeliest tokens; None: report none."""
-    prompt_logprobs: int | None = None
-    """Like `logprobs`, for each prompt token except the first."""
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    min_tokens: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     default_max_tokens: int | None = None
     """Limit of generated tokens if `max_tokens` is None; None: the limit of context and pool."""
-    beam: RequestedBeams | None = None
     structure: Structure | None = None
-    """The form of the text; None: any."""
+    """The form of the text, in place of `structured_outputs`; None: any."""
 
     @property
     def width(self) -> int:

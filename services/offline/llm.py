@@ -332,9 +332,6 @@ def _api_prompt(prompt: Prompt) -> api.Prompt:
 def _requested(sampling: Sampling) -> RequestedSampling:
     """Raises InvalidRequest if a value has the wrong type; admission checks the values."""
     given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-    given["logit_bias"] = sorted(sampling.logit_bias.items())
-    if (beam := sampling.beam) is not None:
-        given["beam"] = {**asdict(beam), "early_stopping": str(beam.early_stopping).lower()}
     if (asked := given.pop("structured_outputs")) is not None:
         form = {**asdict(asked), "choice": asked.choice and list(asked.choice)}
         given["structure"] = checked(form, StructuredOutputsBody).to_structure()

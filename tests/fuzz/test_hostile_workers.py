@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.types import Beam
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.api import RequestedBeams
 from services.gateway.output.delta import Delta
 from tests.examples import examples
 from tests.fuzz.field_changes import IDS
@@ -33,8 +33,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "r1": {"logprobs": 0},
     "r2": {"n": 2},
     "r3": {"n": 3, "prompt_logprobs": 0},
-    "r4": {"n": 2, "beam": RequestedBeams(3)},
-    "r5": {"n": 1, "beam": RequestedBeams(1)},
+    "r4": {"n": 2, "beam": Beam(3)},
+    "r5": {"n": 1, "beam": Beam(1)},
 }
 
 

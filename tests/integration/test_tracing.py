@@ -97,12 +97,12 @@ def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Co
     request = GenerationRequest((ChatMessage("user", "hidden"),))
     trace = RequestTrace(tracer, request, "request-1")
     timeline = Timeline(trace)
-    first = timeline.traceparent
+    first = trace.traceparent
     for phase in (Phase.PREFILL, Phase.HAND_OFF, Phase.DECODE):
         timeline.enter(phase, f"{phase.value}-worker")
     timeline.enter(Phase.PREEMPTED)
-    assert timeline.traceparent != first
-    timeline.set_back("decode worker d was lost")
+    assert trace.traceparent != first
+    trace.set_back("decode worker d was lost")
     timeline.enter(Phase.LOST)
     trace.end("stop", None, RequestStats(7, 0.0, num_generated_tokens=3, num_preemptions=1))
     tracer.close()

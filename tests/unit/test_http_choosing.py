@@ -5,28 +5,26 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.gateway.api import RequestedBeams, RequestedSampling
+from quire.types import Beam
+from services.gateway.api import RequestedSampling
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
-from services.protocol.ticket import EarlyStopping
 
 USER = [{"role": "user", "content": "Hi"}]
 
 
-def beams(**fields: Any) -> RequestedBeams | None:
+def beams(**fields: Any) -> Beam | None:
     body = CompletionBody.model_validate({"prompt": "Hi", **fields})
     return body.requests("r")[0].sampling.beam
 
 
 def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
     assert beams(n=4) is None
-    assert beams(use_beam_search=True, n=4) == RequestedBeams(4)
-    assert beams(use_beam_search=True, n=2, beam_width=6) == RequestedBeams(6)
-    assert beams(
-        use_beam_search=True, n=2, length_penalty=0.5, early_stopping="never"
-    ) == RequestedBeams(2, 0.5, EarlyStopping.WHEN_IMPOSSIBLE)
-    assert beams(use_beam_search=True, n=2, early_stopping=True) == RequestedBeams(
-        2, None, EarlyStopping.WHEN_FULL
+    assert beams(use_beam_search=True, n=4) == Beam(4)
+    assert beams(use_beam_search=True, n=2, beam_width=6) == Beam(6)
+    assert beams(use_beam_search=True, n=2, length_penalty=0.5, early_stopping="never") == Beam(
+        2, 0.5, "never"
     )
+    assert beams(use_beam_search=True, n=2, early_stopping=True) == Beam(2, None, True)
 
 
 @pytest.mark.parametrize(

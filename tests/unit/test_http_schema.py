@@ -80,7 +80,7 @@ def test_every_field_arrives() -> None:
                 repetition_penalty=1.1,
                 presence_penalty=0.5,
                 frequency_penalty=-1.0,
-                logit_bias=((8, -2.5), (9, 1.0)),
+                logit_bias={8: -2.5, 9: 1.0},
                 allowed_token_ids=(9, 8),
                 bad_words=("x",),
                 min_tokens=2,

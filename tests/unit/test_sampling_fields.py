@@ -5,7 +5,6 @@ from dataclasses import fields
 from quire import types
 from quire.cli.requests.sampling import SamplingFlags
 from quire.v1 import sampling_pb2, ticket_pb2
-from services.gateway.api import RequestedSampling
 from services.gateway.http.bodies.schema import GenerationBody
 from services.model.config.model_config import GenerationDefaults
 from services.protocol.sampling_numbers import NUMBERS, PENALTIES
@@ -21,8 +20,6 @@ def names(kind: type) -> set[str]:
 
 def test_what_clients_may_ask_for_has_one_name() -> None:
     assert names(types.Sampling) - {"structured_outputs"} == ASKED - {"structured_output"}
-    of_gateway = {"structure", "embedding", "default_max_tokens"}
-    assert names(RequestedSampling) - of_gateway == ASKED - {"structured_output"}
     # Of a beam search, bodies have the fields that vLLM has.
     assert ASKED - {"beam", "structured_output", "logprobs"} <= GenerationBody.model_fields.keys()
 
@@ -33,7 +30,7 @@ def test_tickets_have_the_fields_of_their_message() -> None:
 
 def test_every_number_is_a_field_everywhere_with_its_neutral_value() -> None:
     numbers = set(NUMBERS)
-    for kind in (types.Sampling, SamplingFlags, RequestedSampling, SamplingParams):
+    for kind in (types.Sampling, SamplingFlags, SamplingParams):
         assert numbers <= names(kind), kind
     assert numbers <= ASKED & ON_TICKETS & GenerationBody.model_fields.keys()
     assert set(PENALTIES) <= numbers

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.gateway.api import RequestedSampling
 from services.protocol.sampling_numbers import NUMBERS
-from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams
+from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams, EarlyStopping
 from services.runtime.errors import InvalidRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -13,7 +13,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1),
     "top_k": (0, -1),
     "min_tokens": (0,),
-    "logit_bias": ((),),
+    "logit_bias": ({},),
     "allowed_token_ids": ((),),
     "bad_words": ((),),
     "stop": ((),),
@@ -46,7 +46,8 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
         raise InvalidRequest(
             f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]", "length_penalty"
         )
-    return BeamParams(width, asked.n, penalty, beam.early_stopping)
+    stopping = EarlyStopping(str(beam.early_stopping).lower())
+    return BeamParams(width, asked.n, penalty, stopping)
 
 
 def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:

@@ -52,7 +52,9 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        logit_bias=tuple((i, float32("logit_bias", bias)) for i, bias in asked.logit_bias),
+        logit_bias=tuple(
+            (i, float32("logit_bias", bias)) for i, bias in sorted(asked.logit_bias.items())
+        ),
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
@@ -88,10 +90,8 @@ def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:
 
 def _check_biases(asked: RequestedSampling, vocab_size: int) -> None:
     _check_limit("tokens in logit_bias", len(asked.logit_bias), MAX_BIASES, "logit_bias")
-    token_ids = [token_id for token_id, _ in asked.logit_bias]
-    check_token_ids("logit_bias", token_ids, vocab_size)
-    require(len(set(token_ids)) == len(token_ids), "a token is in logit_bias twice", "logit_bias")
-    for token_id, bias in asked.logit_bias:
+    check_token_ids("logit_bias", tuple(asked.logit_bias), vocab_size)
+    for token_id, bias in asked.logit_bias.items():
         require(
             -MAX_BIAS <= bias <= MAX_BIAS,
             f"logit_bias of {token_id} is {bias:g}, not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",

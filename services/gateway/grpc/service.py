@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from grpc import aio
 
 from quire.progress import ACCEPTED_METADATA
-from quire.types import Candidate
+from quire.types import Beam, Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.gateway.api import (
     ChatMessage,
@@ -16,7 +16,6 @@ from services.gateway.api import (
     GenerationRequest,
     Generator,
     Prompt,
-    RequestedBeams,
     RequestedSampling,
     new_resume_token,
 )
@@ -25,6 +24,7 @@ from services.gateway.output.delta import Delta, Received, TokenLogprobs
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
 from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
+from services.protocol.ticket import EarlyStopping
 from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -35,6 +35,13 @@ _OPTIONAL_SAMPLING = [
     if field.has_presence and field.message_type is None
 ]
 """The fields that a message may lack, which have the same names in `RequestedSampling`."""
+
+
+_EARLY_STOPPING: dict[EarlyStopping, bool | Literal["never"]] = {
+    EarlyStopping.WHEN_UNLIKELY: False,
+    EarlyStopping.WHEN_FULL: True,
+    EarlyStopping.WHEN_IMPOSSIBLE: "never",
+}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -164,7 +171,7 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
+        logit_bias=dict(message.logit_bias),
         allowed_token_ids=tuple(message.allowed_token_ids) or None,
         bad_words=tuple(message.bad_words),
         include_stop_str_in_output=message.include_stop_str_in_output,
@@ -173,11 +180,11 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
     )
 
 
-def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
-    return RequestedBeams(
+def _beams(message: sampling_pb2.BeamSearch) -> Beam:
+    return Beam(
         width=message.width,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
-        early_stopping=early_stopping_from_wire(message.early_stopping),
+        early_stopping=_EARLY_STOPPING[early_stopping_from_wire(message.early_stopping)],
     )
 
 

@@ -21,7 +21,7 @@ from services.gateway.access.local_only import DashboardSetting
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.http.app import create_app
-from services.gateway.http.page import PAGE
+from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.http.server import http_server
 from services.runtime.errors import PromptTooLong, Unavailable
 from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of

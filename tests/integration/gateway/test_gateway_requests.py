@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from quire.types import Beam
 from quire.v1 import prefill_pb2
 from services.gateway.api import (
     ChatMessage,
     EmbeddingRequest,
     GenerationRequest,
-    RequestedBeams,
     RequestedSampling,
 )
 from services.gateway.chat import admission
@@ -90,11 +90,10 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1, not in [-2, 2]"),
         ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1, not in [-2, 2]"),
         ({"frequency_penalty": NAN}, "frequency_penalty is nan"),
-        ({"logit_bias": ((7, 100.5),)}, "logit_bias of 7 is 100.5, not in [-100, 100]"),
-        ({"logit_bias": ((7, NAN),)}, "logit_bias of 7 is nan"),
-        ({"logit_bias": ((300, 1.0),)}, "logit_bias: 300 is not in the vocabulary of 300"),
-        ({"logit_bias": ((7, 1.0), (7, 2.0))}, "in logit_bias twice"),
-        ({"logit_bias": ((7, 1.0),) * 1025}, "1025 tokens in logit_bias, at most 1024"),
+        ({"logit_bias": {7: 100.5}}, "logit_bias of 7 is 100.5, not in [-100, 100]"),
+        ({"logit_bias": {7: NAN}}, "logit_bias of 7 is nan"),
+        ({"logit_bias": {300: 1.0}}, "logit_bias: 300 is not in the vocabulary of 300"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 tokens in logit_bias, at most 1024"),
         ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": (300,)}, "allowed_token_ids: 300 is not in the vocabulary"),
         ({"allowed_token_ids": (1,) * 16_385}, "16385 allowed_token_ids, at most 16384"),
@@ -110,7 +109,7 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
         ),
         ({"structure": FORM, "allowed_token_ids": (7,)}, "combined with allowed_token_ids"),
         ({"structure": FORM, "ignore_eos": True}, "combined with ignore_eos"),
-        ({"structure": FORM, "beam": RequestedBeams(2)}, "combined with use_beam_search"),
+        ({"structure": FORM, "beam": Beam(2)}, "combined with use_beam_search"),
         ({"structure": Structure(FORM.kind, "é" * 131_073)}, "has 262146 bytes, at most 262144"),
         ({"structure": Structure(FORM.kind, "(")}, "regex cannot be compiled"),
         ({"structure": Structure(StructureKind.STRUCTURAL_TAG, ODD_TAG)}, r"\ud800 of any_text"),

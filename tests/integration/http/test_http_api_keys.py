@@ -20,8 +20,8 @@ from services.gateway.http.middleware.authentication import (
     OPEN_PATHS,
     OPERATION_PATHS,
     OPERATOR_PATHS,
+    PAGE,
 )
-from services.gateway.http.page import PAGE
 from services.gateway.http.server import http_server
 from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.api_keys import ApiKey, hash_key
+from quire.types import Beam
 from services.gateway.access.account import Account
 from services.gateway.access.caller import (
     EVERYONE,
@@ -20,7 +21,7 @@ from services.gateway.access.caller import (
 from services.gateway.access.client_address import client_address
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access_control import check_cost
-from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.chat.admission import check_priority
 from services.gateway.identity import scoped_id
 from services.runtime.errors import (
@@ -142,7 +143,7 @@ def test_tokens_that_were_overdrawn_are_paid_back() -> None:
     ("asked", "text"),
     [
         ({"n": 3}, "n is 3; key alice may ask for at most 2"),
-        ({"beam": RequestedBeams(3)}, "beam_width is 3;"),
+        ({"beam": Beam(3)}, "beam_width is 3;"),
         ({"logprobs": 2}, "logprobs is 2; key alice may ask for at most 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1;"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; key alice may not"),

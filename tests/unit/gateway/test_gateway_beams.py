@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from quire.types import Beam
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.chat.admission import check_received
 from services.gateway.chat.beams import resolve_beam, with_greedy_sampling
 from services.gateway.output.delta import Delta, Received
@@ -166,7 +167,7 @@ async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> No
 
 def test_received_hypotheses_are_complete() -> None:
     """The tokens of half a sequence cannot be continued."""
-    sampling = RequestedSampling(n=2, beam=RequestedBeams(2))
+    sampling = RequestedSampling(n=2, beam=Beam(2))
     half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
     request = GenerationRequest(PROMPT, "r1", sampling=sampling, received=(whole,))
     check_received(request, MAX_TOKENS, 0.0, 256)
@@ -175,7 +176,7 @@ def test_received_hypotheses_are_complete() -> None:
 
 
 def test_absent_fields_take_transformers_defaults() -> None:
-    asked = RequestedSampling(beam=RequestedBeams(4), n=2)
+    asked = RequestedSampling(beam=Beam(4), n=2)
     assert resolve_beam(asked) == BeamParams(4, 2, 1.0, EarlyStopping.WHEN_UNLIKELY)
     assert resolve_beam(RequestedSampling()) is None
 
@@ -185,7 +186,7 @@ def test_absent_fields_take_transformers_defaults() -> None:
     [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}],
 )
 def test_parameters_without_effect_are_accepted(harmless: dict[str, Any]) -> None:
-    asked = RequestedSampling(beam=RequestedBeams(4), **harmless)
+    asked = RequestedSampling(beam=Beam(4), **harmless)
     assert resolve_beam(asked) is not None
     assert with_greedy_sampling(asked).temperature == 0
 
@@ -193,20 +194,20 @@ def test_parameters_without_effect_are_accepted(harmless: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("beam", "others", "problem"),
     [
-        (RequestedBeams(0), {}, "width of 0, not in"),
-        (RequestedBeams(17), {}, "width of 17, not in"),
-        (RequestedBeams(2), {"n": 3}, "n is 3, the beam width only 2"),
-        (RequestedBeams(2, 4.5), {}, "length_penalty is 4.5"),
-        (RequestedBeams(2, float("nan")), {}, "length_penalty is nan"),
-        (RequestedBeams(2), {"temperature": 0.7}, "temperature is 0.7: a beam search"),
-        (RequestedBeams(2), {"top_k": 5}, "top_k is 5"),
-        (RequestedBeams(2), {"top_p": 0.9}, "top_p is 0.9"),
-        (RequestedBeams(2), {"min_p": 0.1}, "min_p is 0.1"),
-        (RequestedBeams(2), {"stop": ("a",)}, "stop is"),
+        (Beam(0), {}, "width of 0, not in"),
+        (Beam(17), {}, "width of 17, not in"),
+        (Beam(2), {"n": 3}, "n is 3, the beam width only 2"),
+        (Beam(2, 4.5), {}, "length_penalty is 4.5"),
+        (Beam(2, float("nan")), {}, "length_penalty is nan"),
+        (Beam(2), {"temperature": 0.7}, "temperature is 0.7: a beam search"),
+        (Beam(2), {"top_k": 5}, "top_k is 5"),
+        (Beam(2), {"top_p": 0.9}, "top_p is 0.9"),
+        (Beam(2), {"min_p": 0.1}, "min_p is 0.1"),
+        (Beam(2), {"stop": ("a",)}, "stop is"),
     ],
 )
 def test_contradictory_parameters_are_refused(
-    beam: RequestedBeams, others: dict[str, Any], problem: str
+    beam: Beam, others: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         resolve_beam(RequestedSampling(beam=beam, **others))

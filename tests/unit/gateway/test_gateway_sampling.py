@@ -78,7 +78,7 @@ async def test_the_models_own_penalty_is_the_default(model: Model) -> None:
 
 async def test_checked_parameters_are_sent_unchanged(model: Model) -> None:
     """Floats have 32 bits."""
-    sampling = await resolved(model, presence_penalty=0.1, logit_bias=((3, 0.1),))
+    sampling = await resolved(model, presence_penalty=0.1, logit_bias={3: 0.1})
     assert sampling.presence_penalty == sampling.logit_bias[0][1] == 0.10000000149011612
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
         ("stop", {"stop": ("x" * 2000,)}),
         ("stop", {"stop": ("a",) * 65}),
         ("stop_token_ids", {"stop_token_ids": (10**9,)}),
-        ("logit_bias", {"logit_bias": ((1, 1e9),)}),
+        ("logit_bias", {"logit_bias": {1: 1e9}}),
         ("allowed_token_ids", {"allowed_token_ids": ()}),
         ("bad_words", {"bad_words": (" ",)}),
         ("repetition_penalty", {"repetition_penalty": 0.0}),

@@ -89,7 +89,7 @@ async def test_every_field_arrives() -> None:
         repetition_penalty=1.5,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
-        logit_bias=((8, -2.5), (9, 1.0)),
+        logit_bias={8: -2.5, 9: 1.0},
         allowed_token_ids=(9, 8),
         bad_words=("x",),
         min_tokens=2,

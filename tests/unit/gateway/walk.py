@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
-from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from quire.types import Beam
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import Output, RequestStats
 from services.gateway.output.sequence import Sequence
@@ -122,7 +123,7 @@ class Walk:
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.host = ScriptedHost()
-        beams = None if beam is None else RequestedBeams(beam.width)
+        beams = None if beam is None else Beam(beam.width)
         asked = RequestedSampling(n=num_sequences, stop=stop, beam=beams)
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
         self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=deadline)

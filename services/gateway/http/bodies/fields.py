@@ -121,8 +121,8 @@ def parse_texts(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def parse_biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """(token id, bias), by rising token id. The keys of a JSON object are strings."""
+def parse_biases(value: Any) -> dict[int, float]:
+    """The bias of each token id. The keys of a JSON object are strings."""
     biases = {} if value is None else value
     if not isinstance(biases, dict) or any(
         isinstance(bias, bool) or not isinstance(bias, int | float) for bias in biases.values()
@@ -132,7 +132,7 @@ def parse_biases(value: Any) -> tuple[tuple[int, float], ...]:
         if not _TOKEN_ID.fullmatch(token_id):
             raise ValueError(f"{token_id[:_MOST_DIGITS]!r} is not a token id")
     try:
-        return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
+        return {int(token_id): float(bias) for token_id, bias in biases.items()}
     except OverflowError as error:
         raise ValueError("a bias is too large") from error
 
@@ -182,7 +182,7 @@ _STRING, _NULL, _STRINGS = (
 )
 Texts = Annotated[tuple[str, ...], *_parsed(parse_texts, _STRING, _STRINGS, _NULL)]
 Biases = Annotated[
-    tuple[tuple[int, float], ...],
+    dict[int, float],
     *_parsed(
         parse_biases,
         {

@@ -7,12 +7,12 @@ gRPC and HTTP alike.
 from dataclasses import fields
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from quire.types import Beam
 from services.gateway.api import (
     GenerationRequest,
     Prompt,
-    RequestedBeams,
     RequestedSampling,
     RequestedTools,
 )
@@ -38,7 +38,6 @@ from services.gateway.http.bodies.tools import Choice, Tools, requested_tools
 from services.gateway.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
-from services.protocol.ticket import EarlyStopping
 
 _BEAM_FIELDS: dict[str, object] = {
     "beam_width": 1,
@@ -46,12 +45,6 @@ _BEAM_FIELDS: dict[str, object] = {
     "length_penalty": 1,
 }
 """The parameters of a beam search, each with the value that is accepted without a beam search."""
-
-_EARLY_STOPPING = {
-    False: EarlyStopping.WHEN_UNLIKELY,
-    True: EarlyStopping.WHEN_FULL,
-    "never": EarlyStopping.WHEN_IMPOSSIBLE,
-}
 
 DEFAULT_MAX_TOKENS = 16
 """The default of max_tokens for a text completion, as in OpenAI's API."""
@@ -69,7 +62,7 @@ class SampledBody(Body):
     stop: Texts = ()
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Biases = ()
+    logit_bias: Biases = Field(default_factory=dict)
     stream: bool | None = None
 
     allowed_token_ids: Integers | None = None
@@ -134,6 +127,7 @@ class SampledBody(Body):
 
 
 _SAMPLING = SampledBody.model_fields.keys() & {one.name for one in fields(RequestedSampling)}
+_SAMPLING -= {"structured_outputs"}
 """The sampling parameters of every body."""
 
 
@@ -220,12 +214,11 @@ class GenerationBody(SampledBody):
             "beam": self._beams(),
         }
 
-    def _beams(self) -> RequestedBeams | None:
+    def _beams(self) -> Beam | None:
         if not self.use_beam_search:
             return None
         width = self.num_choices if self.beam_width is None else self.beam_width
-        early_stopping = _EARLY_STOPPING[self.early_stopping or False]
-        return RequestedBeams(width, self.length_penalty, early_stopping)
+        return Beam(width, self.length_penalty, self.early_stopping or False)
 
 
 class CompletionBody(GenerationBody):
