@@ -107,7 +107,7 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         default=None,
         ge=0,
         description="the inter-token latency while prompts wait: after a step, its CPUs compute "
-        "prompts until then; default: twice the time of the step; 0: they never do",
+        "prompts until then; default: twice the time of the step, at most 100; 0: they never do",
     )
     weights_cache: Annotated[Path | None, Flag("DIR")] = Field(
         default=Path("~/.cache/quire"),

@@ -1,9 +1,11 @@
 """A deployment with mTLS for clients and API keys, used through clients and commands."""
 
 import json
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.cli import main
@@ -19,30 +21,18 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         yield running
 
 
-def bench(deployment: Deployment, front: str, *flags: str) -> int:
-    where = ["--url", deployment.http] if front == "http" else ["--address", deployment.address]
-    load = ["--concurrency", "2", "--num-requests", "4", "--warmup", "1"]
-    lengths = ["--prompt-len", "8", "--output-len", "8"]
-    return main(["bench", *where, *load, *lengths, "--json", *flags])
-
-
 def certificates(deployment: Deployment, *names: str) -> list[str]:
     assert deployment.tls
     files = {"ca": deployment.tls.ca, "cert": deployment.tls.certificate, "key": deployment.tls.key}
     return [word for name in names for word in (f"--tls-{name}", str(files[name]))]
 
 
-@pytest.mark.parametrize("front", ["http", "grpc"])
-def test_bench_measures_with_certificate_and_key(
-    deployment: Deployment, front: str, capsys: Any
-) -> None:
-    shown = certificates(deployment, "ca", "cert", "key")
-    assert bench(deployment, front, *shown, "--api-key", ALICE) == 0
-    summary = json.loads(capsys.readouterr().out)["summary"]
-    assert (summary["num_completed"], summary["num_output_tokens"]) == (4, 32)
+def test_generate_with_certificate_and_key(deployment: Deployment, capsys: Any) -> None:
+    flags = [*certificates(deployment, "ca", "cert", "key"), "--api-key", ALICE]
+    assert main(["generate", "--address", deployment.address, "--json", *flags, "hello"]) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("front", ["http", "grpc"])
 @pytest.mark.parametrize(
     ("names", "key", "told"),
     [
@@ -53,16 +43,23 @@ def test_bench_measures_with_certificate_and_key(
     ],
     ids=["no API key", "an unknown API key", "no certificate", "no TLS"],
 )
-def test_bench_without_one_of_them_says_so(
-    deployment: Deployment,
-    front: str,
-    names: tuple[str, ...],
-    key: str | None,
-    told: str,
-    capsys: Any,
+def test_generate_without_one_of_them_says_so(
+    deployment: Deployment, names: tuple[str, ...], key: str | None, told: str, capsys: Any
 ) -> None:
     flags = [*certificates(deployment, *names), *(["--api-key", key] if key else [])]
-    assert bench(deployment, front, *flags) != 0
-    lines = capsys.readouterr().err.splitlines()  # of its progress, too
-    (error,) = (line for line in lines if line.startswith("quire: "))
+    assert main(["generate", "--address", deployment.address, *flags, "hello"]) != 0
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("quire: ")
     assert told in error
+
+
+def test_http_needs_certificate_and_key(deployment: Deployment) -> None:
+    assert deployment.tls
+    context = ssl.create_default_context(cafile=str(deployment.tls.ca))
+    with pytest.raises(httpx.TransportError):  # no certificate
+        httpx.get(f"{deployment.http}/v1/models", verify=context)
+    context.load_cert_chain(deployment.tls.certificate, deployment.tls.key)
+    with httpx.Client(base_url=deployment.http, verify=context) as client:
+        assert client.get("/v1/models").status_code == 401
+        keyed = client.get("/v1/models", headers={"authorization": f"Bearer {ALICE}"})
+        assert keyed.status_code == 200

@@ -239,6 +239,7 @@ def test_a_pause_ends_when_the_gap_between_tokens_does() -> None:
     assert pause_s(0.030, max_gap_s=0) < 0
 
 
-def test_prompts_have_half_of_the_time_unless_a_gap_is_set() -> None:
+def test_prompts_have_half_of_the_time_up_to_a_gap_of_100_ms() -> None:
     assert pause_s(0.030, max_gap_s=None) == pytest.approx(0.030)
-    assert pause_s(0.200, max_gap_s=None) == pytest.approx(0.200)
+    assert pause_s(0.080, max_gap_s=None) == pytest.approx(0.020)
+    assert pause_s(0.200, max_gap_s=None) < 0
