@@ -61,9 +61,9 @@ def size_costs(
     asked: Sequence[RecordedRequest], num_slots: int, block_size: int, max_model_len: int
 ) -> SizeCosts:
     """Count the slots that each request holds in each of its steps, if the pool of `num_slots`
-    token slots is as full as it can be without preemptions. Blocks of a shared prefix count for
-    the first request that has it. `max_model_len`: a sequence may become as long, as far as its
-    worker knows. Raises QuireError if a request can never get its slots."""
+    token slots is as full as it can be without preemptions. Blocks of a shared prefix count for the
+    first request that has it. A sequence may have `max_model_len` tokens, as far as its worker
+    knows. Raises QuireError if a request can never get its slots."""
     num_blocks, num_requests = num_slots // block_size, len(asked)
     reserved = filled = tails = computed = num_steps = num_calls = num_growths = in_tables = 0
     for request, num_shared in zip(asked, shared_tokens(asked), strict=True):
@@ -152,8 +152,8 @@ def advise(
     """Recommend the smallest of the block sizes whose product is within TOLERANCE of the largest:
     the advantages of small blocks are counted exactly, those of large blocks are timed.
 
-    `attention_us`: attention of one layer, by block size. `attention_share`, `token_us`: the share
-    that attention has in a decode step, and the step's time for each of its tokens."""
+    `attention_us` is the time of attention in one layer, by block size, `attention_share` the share
+    of attention in a decode step, and `token_us` the step's time for each of its tokens."""
     fastest = min(attention_us.values())
     shares = {
         cost.block_size: {

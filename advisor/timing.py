@@ -58,8 +58,8 @@ def time_model(
     block_sizes: Sequence[int],
 ) -> ModelTimings:
     """Time a decode step of `num_rows` sequences of `context` tokens, or of as many as there is
-    memory for. `cache`, `dequantize`: as for `load_model`. Raises QuireError if the model cannot be
-    loaded, or the backend is not available or cannot read blocks of a size."""
+    memory for. `cache` and `dequantize` are as for `load_model`. Raises QuireError if the model
+    cannot be loaded, or the backend is not available or cannot read blocks of a size."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
     num_rows = max(1, min(num_rows, _STEP_BYTES // (context * per_token)))
     try:
@@ -101,7 +101,7 @@ def _time_attention(
 ) -> dict[int, float]:
     """Microseconds of one layer, by block size, on one arena that is viewed with blocks of each
     size in turn, and has as many of the layers as fit. The blocks of a row are scattered over it.
-    ValueError: the backend cannot read blocks of a size."""
+    Raises ValueError if the backend cannot read blocks of a size."""
     largest, scale = max(block_sizes), config.head_dim**-0.5
     num_values = 2 * num_rows * -(-context // largest) * largest
     num_values *= config.num_kv_heads * config.head_dim

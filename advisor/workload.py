@@ -34,7 +34,7 @@ _Seconds = Annotated[float, Field(gt=-1e12, lt=1e12, strict=True)]
 
 
 class WorkloadError(QuireError):
-    """The file does not exist or contains no workload; the text says where and why."""
+    """The file does not exist or contains no workload; the text has the line and the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "workload")
@@ -43,7 +43,7 @@ class WorkloadError(QuireError):
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class RecordedRequest:
     """One recorded request. It shares its first `num_shared_tokens` with other requests of the same
-    `prefix`; "": with none."""
+    `prefix`, or with none if that is empty."""
 
     num_prompt_tokens: Annotated[_Count, Field(ge=1)]
     num_generated_tokens: Annotated[_Count, Field(ge=1)]
@@ -73,15 +73,15 @@ class _Ended(BaseModel):
     duration_ms: _Seconds
 
     def request(self) -> RecordedRequest | None:
-        """Return None for a request without tokens or of several sequences, whose lengths the log
-        does not have."""
+        """Return None for a request without tokens, and for a request of several sequences, since
+        the log does not have their lengths."""
         if not (self.num_prompt_tokens and self.num_generated_tokens) or self.num_sequences != 1:
             return None
         num_cached = min(self.num_cached_tokens, self.num_prompt_tokens)
+        arrival_s = self.timestamp.timestamp() - self.duration_ms / 1000
+        prefix = f"{num_cached} tokens" if num_cached else ""
         return RecordedRequest(
-            *(self.num_prompt_tokens, self.num_generated_tokens),
-            self.timestamp.timestamp() - self.duration_ms / 1000,
-            *(f"{num_cached} tokens" if num_cached else "", num_cached),
+            self.num_prompt_tokens, self.num_generated_tokens, arrival_s, prefix, num_cached
         )
 
 
@@ -93,11 +93,11 @@ class Workload:
     is_log: bool = False
     """Whether the requests come from a gateway's log."""
     num_skipped: int = 0
-    """Requests of the log that are left out."""
+    """The number of requests of the log that are left out."""
 
 
 def read_workload(path: Path) -> Workload:
-    """Read a workload file or a gateway's log. WorkloadError."""
+    """Read a workload file or a gateway's log. Raises WorkloadError."""
     try:
         with path.open(encoding="utf-8") as lines:
             return _workload(path, lines)

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def _time_linear(
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
     floors = _floors(cpu) if with_floor else []
-    return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed], floors)  # type: ignore[misc]
+    return _seconds([partial(cpu.ops.linear, x, w, out) for w in packed], floors)
 
 
 def _floors(cpu: NativeCpu) -> list[Callable[[], object]]:
@@ -116,7 +117,7 @@ def _time_attention(
         cpu.ops.attention(q, layer, tables, cu_query_lens, context_lens, scale, 0, out)
 
     layers = [kv[:, index] for index in range(config.num_layers)]
-    return _seconds([lambda layer=layer: attend(layer) for layer in layers])  # type: ignore[misc]
+    return _seconds([partial(attend, layer) for layer in layers])
 
 
 def _seconds(

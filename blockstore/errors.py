@@ -4,7 +4,7 @@ BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
 │   └── NotPrimary        the server that answers is not, or no longer, the primary of the data
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
-│   └── PoolGone          the pool's content is lost, such as with its GPU
+│   └── PoolGone          the pool's content is lost, for example with its GPU
 ├── StoreUnsuitable       the server is too old, evicts keys, or has other functions of this name
 └── LedgerError           the ledger refused an operation; has a code and numbers
     ├── PoolExists  UnknownPool  UnknownWorker

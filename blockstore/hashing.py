@@ -33,19 +33,15 @@ def root_hash(fingerprint: str, secret: bytes, cache_salt: str, adapter: str = "
 
 def next_hash(parent: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
     """Return the hash of the block that follows `parent` and contains `token_ids`, a full block.
-
-    ValueError: a token id is not in [0, 2**32).
-    """
+    Raises ValueError if a token id is not in [0, 2**32)."""
     return xxh3_128_digest(parent + _packed(token_ids))
 
 
 def prefix_hashes(
     root: PrefixHash, token_ids: Sequence[int], block_size: int
 ) -> tuple[PrefixHash, ...]:
-    """Return the hashes of the full blocks of `token_ids`, in order: len(token_ids) // block_size.
-
-    ValueError: a token id is not in [0, 2**32).
-    """
+    """Return the hashes of the len(token_ids) // block_size full blocks of `token_ids`, in order.
+    Raises ValueError if a token id is not in [0, 2**32)."""
     block_bytes = block_size * _TOKEN_ID_BYTES
     packed = _packed(token_ids)
     hashes = [root]

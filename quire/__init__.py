@@ -48,15 +48,14 @@ SamplingParams = Sampling
 StructuredOutputsParams = StructuredOutput
 """vLLM's name of `StructuredOutput`."""
 
-
 _IMPORTED_WHEN_USED = {
     "AsyncClient": "quire.async_client",
     "Client": "quire.client",
     "Tls": "quire.connections",
     "LLM": "services.offline.llm",
 }
-"""The modules of names that need large libraries: the clients need gRPC, which commands such as
-`quire --version` do not; `LLM` needs PyTorch, which clients do not have."""
+"""The modules of names that need large libraries: the clients need gRPC, and commands such as
+`quire --version` do not; `LLM` needs PyTorch, and the package of the clients does not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -100,7 +100,7 @@ def _problem(error: ValidationError) -> str:
 
 
 def _check_unique(keys: Sequence[ApiKey], where: Path) -> None:
-    """KeyFileError: two keys have one name, or one hash."""
+    """Raises KeyFileError if two keys have one name, or one hash."""
     names, by_hash = set(), dict[str, str]()
     for key in keys:
         if key.name in names:

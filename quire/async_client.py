@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class AsyncStream:
-    """`Stream` for asyncio. The request is sent when the first delta is asked for.
+    """`Stream` for asyncio. Asking for the first delta sends the request.
 
-    The end of the stream's `async with` block, or `aclose`, cancels an unfinished request at every
-    hop.
+    The end of the stream's `async with` block, or `aclose`, cancels an unfinished request in every
+    service.
     """
 
     def __init__(self, deltas: AsyncGenerator[Delta, None]) -> None:
@@ -48,7 +48,7 @@ class AsyncStream:
 def _asked(
     make: Callable[Concatenate[Any, P], Call[T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """The method that makes a call and awaits its result."""
+    """Return the method that makes a call and awaits its result."""
 
     @wraps(make)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -76,7 +76,7 @@ class AsyncClient(ClientBase):
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> AsyncStream:
-        """Like `generate`, with every field of a request, and with a time limit for it."""
+        """Stream the answer to a request, which has more fields than `generate` has arguments."""
         return AsyncStream(self._deltas(self._progress(request, timeout_s)))
 
     async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:

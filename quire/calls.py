@@ -1,5 +1,5 @@
-"""The calls of the client library that have one answer, and what `Client` and `AsyncClient` have in
-common. The two differ in how they wait: in a thread, or in an event loop."""
+"""The calls of the client library that have one answer, and what its clients share: `Client` waits
+in a thread, `AsyncClient` in an event loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ _ADAPTER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A call of one answer, by the names of a stub of `Connection` and of its method."""
+    """A call with one answer: the name of a stub in `Connection`, and the name of its method."""
 
     stub: str
     method: str
     request: Message
     read: Callable[[Any], T]
-    """Makes the result of the response."""
+    """Makes the result from the response."""
     timeout_s: float | None = _TIMEOUT_S
 
     def start(self, connection: Connection) -> Any:
-        """Returns the response, or for asyncio its awaitable."""
+        """Return the response, or for asyncio an awaitable of it."""
         method = getattr(getattr(connection, self.stub), self.method)
         return method(self.request, timeout=self.timeout_s)
 
@@ -56,23 +56,23 @@ def _is_serving(response: HealthCheckResponse) -> bool:
 
 
 def is_ready(self: object) -> Call[bool]:
-    """Whether the service at this address serves. A gateway serves when at least one model has
+    """Return whether the service at this address serves. A gateway serves if at least one model has
     workers of both roles."""
     return Call("health", "Check", HealthCheckRequest(), _is_serving)
 
 
 def models(self: object) -> Call[tuple[Model, ...]]:
-    """The models that the gateway serves now."""
+    """Return the models that the gateway serves now."""
     return Call("inference", "ListModels", ListModelsRequest(), messages.models)
 
 
 def pools(self: object) -> Call[tuple[Pool, ...]]:
-    """The pools of the deployment, with their counts of blocks."""
+    """Return the pools of the deployment, with their counts of blocks."""
     return Call("block_manager", "ListPools", ListPoolsRequest(), messages.pools)
 
 
 def workers(self: object) -> Call[tuple[Worker, ...]]:
-    """The workers of the deployment, with their loads."""
+    """Return the workers of the deployment, with their loads."""
     return Call("block_manager", "ListWorkers", ListWorkersRequest(), messages.workers)
 
 
@@ -125,7 +125,7 @@ def scale(
 def load_adapter(self: object, name: str, path: str, model: str = "") -> Call[str]:
     """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
 
-    `model` is the model that it is for; empty for the only one. Returns that model's name.
+    `model` is the model of the adapter; it may be empty if there is only one. Returns its name.
     """
     request = LoadAdapterRequest(name=name, path=path, model=model)
     return Call(
@@ -139,7 +139,7 @@ def unload_adapter(self: object, name: str) -> Call[None]:
 
 
 class ClientBase:
-    """The connections of a client, by the library `grpc` or `grpc.aio`."""
+    """The connections of a client, over `_library`: `grpc` or `grpc.aio`."""
 
     _library: Any
 

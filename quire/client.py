@@ -27,7 +27,7 @@ class Stream:
     """Iterates over the deltas of one request as they arrive.
 
     If the gateway goes away, the stream resumes at the next gateway. `cancel`, or the end of the
-    stream's `with` block, cancels an unfinished request at every hop.
+    stream's `with` block, cancels an unfinished request in every service.
     """
 
     def __init__(self, gateways: Connections, progress: Progress) -> None:
@@ -84,7 +84,7 @@ class Stream:
 def _asked(
     make: Callable[Concatenate[Any, P], Call[T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The method that makes a call and waits for its result."""
+    """Return the method that makes a call and waits for its result."""
 
     @wraps(make)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,16 +96,17 @@ def _asked(
 
 
 class Client(ClientBase):
-    """A connection to a gateway at `address` (host:port), or to several gateways of one deployment
+    """A client of a gateway at `address` (host:port), or of several gateways of one deployment
     (host:port,host:port).
 
     The client uses one gateway at a time, and the next one when a stream to it breaks. A broken
     stream resumes at another gateway, or at the same one if it returns within `resume_window_s`.
     Threads may share a client.
 
-    `pools`, `workers`, `audit`, `drain` and `scale` are operations. A gateway serves them at a
-    separate address, `operations` (unix:PATH or host:port). Without it they are called at
-    `address`, where a gateway with API keys serves them to operators' keys.
+    `pools`, `workers`, `audit`, `drain`, `scale`, `load_adapter` and `unload_adapter` are
+    operations. A gateway serves them at a separate address, `operations` (unix:PATH or host:port).
+    Without this address the client calls them at `address`, where a gateway serves operations only
+    to the API keys of operators.
 
     `api_key` is sent with each call. `tls` is for addresses other than unix:PATH; None uses no TLS.
     """
@@ -124,7 +125,7 @@ class Client(ClientBase):
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
-        """Like `generate`, with every field of a request, and with a time limit for it."""
+        """Stream the answer to a request, which has more fields than `generate` has arguments."""
         return Stream(self._gateways, self._progress(request, timeout_s))
 
     def complete(

@@ -19,7 +19,7 @@ class UnreachableUrl(Unreachable):
 
 
 class BadTls(QuireError):
-    """The files for TLS cannot be used, or the server's certificate cannot be trusted."""
+    """The TLS files cannot be used, or the server's certificate is not trusted."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "tls")
@@ -30,7 +30,7 @@ class NotAllowed(QuireError):
 
 
 class InvalidRequest(QuireError):
-    """The request can never succeed as it is."""
+    """The request can never succeed without a change."""
 
 
 class NotFound(InvalidRequest):
@@ -50,7 +50,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """The gateway answers, but lacks a worker or the block store, or is stopping."""
+    """The gateway answers, but it has no worker or no block store, or it is stopping."""
 
 
 class DeadlineExceeded(QuireError):
@@ -58,4 +58,4 @@ class DeadlineExceeded(QuireError):
 
 
 class ServerError(QuireError):
-    """The server failed; the text has an error id to find in the server's log."""
+    """The server failed; the text has an error id, under which the server's log has the details."""

@@ -30,7 +30,7 @@ class Beam:
 
     width: int
     length_penalty: float | None = None
-    """None is 1."""
+    """The power of the length by which a sum of logprobs is divided; None means 1."""
     early_stopping: bool | Literal["never"] = False
 
 
@@ -43,13 +43,13 @@ class StructuredOutput:
     regex: str | None = None
     """A regular expression that matches all of the text."""
     choice: Sequence[str] | None = None
-    """The texts of which one is generated."""
+    """The texts to choose from: exactly one of them is generated."""
     grammar: str | None = None
     """A grammar of Lark, or in llama.cpp's EBNF."""
     json_object: bool | None = None
     """True asks for any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """A structural tag in JSON: parts of the text have a form."""
+    """A structural tag in JSON, which gives a form to parts of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +58,32 @@ class Sampling:
     server's default."""
 
     temperature: float | None = None
-    """0 is greedy."""
+    """0 chooses the likeliest token at each position."""
     top_k: int | None = None
     """0 keeps all tokens."""
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    """64 bits; a negative one is the same as seed + 2**64."""
+    """A number of 64 bits; a negative seed is the same as seed + 2**64."""
     max_tokens: int | None = None
-    """None allows as many as the context has room for."""
+    """The most tokens to generate; None allows as many as the context has room for."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
     """The number of sequences, which share one seed and one prefill."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to return with the logprob of each token; None returns
-    none."""
+    """The number of likeliest tokens to return with the logprob of each token; None returns no
+    logprobs."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """The number of likeliest tokens to return for each token of the prompt but the first."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Biases that are added to the logits, by token id."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """None allows all."""
+    """The only tokens that may be generated; None allows all."""
     bad_words: tuple[str, ...] = ()
     """Texts that are never generated."""
     min_tokens: int | None = None
@@ -105,7 +105,7 @@ class Candidate:
     rank: int
     """1 + the number of likelier tokens."""
     token: bytes
-    """UTF-8, which may be part of a character, or the name of a special token."""
+    """The token in UTF-8, which may be a part of a character, or the name of a special token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Usage:
     """The time from the arrival at the gateway."""
     num_preemptions: int
     num_accepted_drafts: int = 0
-    """The drafts of speculative decoding that became tokens; `num_rejected_drafts` did not."""
+    """The drafts of speculative decoding that became tokens."""
     num_rejected_drafts: int = 0
 
 
@@ -145,17 +145,17 @@ class Delta:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
-    """Set in the last delta of the sequence."""
+    """The reason of the end, in the last delta of the sequence."""
     stopped_by: str | int | None = None
     """The stop string or token id that ended the sequence, if one did."""
     usage: Usage | None = None
-    """Set in the last delta of the request."""
+    """The counts of the request, in its last delta."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """The logprobs of each token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """The logprobs of each prompt token but the first, in the first delta, if the request asks."""
     score: float | None = None
-    """Of a beam search: the sum of logprobs / length ** `length_penalty`."""
+    """The score in a beam search: the sum of logprobs / length ** `length_penalty`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +234,14 @@ class Model:
 
     id: str
     max_model_len: int
-    """The longest prompt + generation, in tokens: `context`, or what a pool has room for."""
+    """The longest prompt + generation, in tokens: `context`, or less if the pools are smaller."""
     block_size: int
     dtype: str
-    """The kind of the weights: int8, int4-32 ... where linears compute quantized."""
+    """The dtype of the weights, or their kind if linears compute quantized: int8, int4-32 ..."""
     context: int = 0
     """The longest prompt + generation of the model itself, in tokens."""
     parent: str = ""
-    """The model that an adapter is for; empty for a model."""
+    """The model of an adapter; empty if this is no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +272,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker in the registry, with its load, and with measurements of its steps of the last
-    seconds."""
+    """A worker in the registry, with its load and measurements of its steps in the last seconds."""
 
     worker_id: str
     role: str
@@ -290,9 +289,9 @@ class Worker:
     """The worker's backend, instruction set or GPU, dtype and quantization."""
     started_unix_ms: int
     pid: int = 0
-    """The worker's process, on its host; 0 while the worker is not in the registry."""
+    """The process id on the worker's host; 0 while the worker is not in the registry."""
     busy_permille: int = 0
-    """The share of the time in which the worker computed steps, in 1/1000."""
+    """The share of the time in which the worker computed steps, in thousandths."""
     step_us: int = 0
     """The mean duration of a step."""
     tokens_per_s: int = 0
@@ -328,8 +327,7 @@ class PoolAudit:
     num_holders: int
     num_references: int
     ledger_checked: bool
-    """False if the audit checked only the counters, because the pool changed too often or
-    recovers."""
+    """False if the pool changed too often or recovers, so that only the counters were checked."""
     violations: tuple[str, ...]
-    """Empty if every law holds."""
+    """The violations of laws, a sentence each; empty if every law holds."""
     recovering: bool = False

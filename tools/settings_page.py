@@ -40,7 +40,7 @@ def page() -> str:
         }
         rows = "".join(_row(name, own[name]) for name in sorted(own))
         table = re.compile(rf"(?<=^### {title}\n\n)(\|.*\n)+", re.MULTILINE)
-        text = table.sub(lambda _, rows=rows: _HEAD + rows, text)  # type: ignore[misc]
+        text = table.sub((_HEAD + rows).replace("\\", r"\\"), text)
     return text
 
 

@@ -1,1 +1,1 @@
-"""The ledger of a pool in plain Python: what `MemoryStore` keeps for each pool."""
+"""The ledger of a pool in plain Python; a `MemoryStore` keeps one for each pool."""

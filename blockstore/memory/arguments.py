@@ -51,8 +51,7 @@ _Spec = Annotated[
     tuple[_Text, _Text, _Number, _Number, _Number, _Number],
     BeforeValidator(
         attrgetter(
-            *("model", "fingerprint", "num_blocks", "block_size", "block_bytes"),
-            "watermark_blocks",
+            "model", "fingerprint", "num_blocks", "block_size", "block_bytes", "watermark_blocks"
         )
     ),
 ]
@@ -93,7 +92,7 @@ def check_prefix(
 
 
 def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:
-    """Check a worker's spec against the pool's. GeometryMismatch, then FingerprintMismatch."""
+    """Raises GeometryMismatch or FingerprintMismatch if a worker's spec is not the pool's."""
     for name in ("block_size", "num_blocks", "block_bytes"):
         here, there = getattr(ours, name), getattr(theirs, name)
         if here != there:

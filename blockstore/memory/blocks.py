@@ -31,7 +31,7 @@ class Blocks:
         self.index: dict[PrefixHash, int] = {}
         self.hash_of: dict[int, PrefixHash] = {}
         self.ranks: dict[int, int] = {}  # restored block -> `Content.rank`, during a recovery
-        self.num_freed = 0  # since the start, to see that blocks were freed
+        self.num_freed = 0  # since the start; a rise tells that blocks were freed
 
     @property
     def num_free(self) -> int:
@@ -53,8 +53,8 @@ class Blocks:
     def find_hits(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]]
     ) -> tuple[list[int], tuple[int, ...]]:
-        """Return `hits(hashes)` and, if all of `hashes` is indexed, the hits of each branch, every
-        block once; and the number of hits of each branch."""
+        """Return the hits of `hashes` and of each branch, every block once, and the number of hits
+        of each branch. A branch has hits only if all of `hashes` is indexed."""
         hits = self.hits(hashes)
         is_whole = len(hits) == len(hashes)
         runs = [self.hits(branch) if is_whole else [] for branch in branches]

@@ -1,4 +1,4 @@
-"""The state of one pool's ledger in memory, and the steps of which its operations consist."""
+"""The state of one pool's ledger in memory, and the steps that make up its operations."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,6 +1,6 @@
 """The recovery of a ledger that the server lost.
 
-The workers report what they hold; the stamps say what the blocks contain. A stuck worker makes no
+The workers report their holders; the stamps tell the content of the blocks. A stuck worker makes no
 report, and may still write private blocks: its quarantine holds them.
 
 See ADR 58.
@@ -16,8 +16,8 @@ from blockstore.store import QUARANTINE
 
 
 class Rebuilding:
-    """Tracks the progress of a recovery: which workers are `missing`, because they have not
-    reported yet what they hold, and up to which block (`top`) blocks have to be accounted for."""
+    """Tracks the progress of a recovery: the workers that are `missing`, because they have not made
+    their report yet, and the block `top`, below which all blocks have to be accounted for."""
 
     def __init__(self, missing: Iterable[str] = (), is_over: bool = True) -> None:
         self.missing = set(missing)

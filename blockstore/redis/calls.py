@@ -28,7 +28,6 @@ from blockstore.store import FUNCTION_LIBRARY
 MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
 
-
 LISTING_S = 2.0
 """How often a worker's pool is added to the set of pools again."""
 
@@ -95,8 +94,7 @@ class RedisCalls(ABC):
 
     @classmethod
     def _single_use(cls, url: str, retry_for_s: float) -> Self:
-        """A store that connects like one of `connect`, but without a recovery: it ends if a server
-        restarts."""
+        """Make a store like `connect`, but without a recovery: it ends if a server restarts."""
         return cls(url, retry_for_s, renews=False)
 
     @property
@@ -117,7 +115,7 @@ class RedisCalls(ABC):
         return link
 
     async def _run_id_of(self, pool_id: str) -> str:
-        """Return what identifies the history of data of the pool's server; see `Server`."""
+        """Return the run id of the pool's server, which identifies its history of data."""
         link = self._link(pool_id)
         if link.server.run_id == "":
             await link.mutations.send("PING")

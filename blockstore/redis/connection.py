@@ -1,6 +1,6 @@
 """Commands and errors on a connection to a server.
 
-`translate_errors` is the one place that turns redis-py's exceptions into those of the block store.
+`translate_errors` is the one place that turns redis-py's exceptions into errors of the block store.
 Nothing here retries: redis-py's own retry is off, because it would send a command again that may
 have been executed (see `blockstore.redis.stream`).
 """

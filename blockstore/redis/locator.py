@@ -6,8 +6,8 @@
     sentinel://a:26379,b:26379/name/0               the primary that a Sentinel names; sentinels://
                                                     is the same over TLS
 
-In a cluster, the primary is that of one key's hash slot. The locator searches again for every new
-connection, so a store follows a failover or a moved slot as soon as it reconnects.
+In a cluster, the primary is the node with one key's hash slot. The locator searches again for every
+new connection, so a store follows a failover or a moved slot as soon as it reconnects.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -51,8 +51,8 @@ class Locator:
         """Return a new connection to the primary, which the caller disconnects.
 
         Raises StoreUnavailable if no host answers, and NotPrimary if the hosts that answer are
-        replicas now (the only host of a URL is connected whatever its role). Raises StoreUnsuitable
-        if, for example, a host refuses the password.
+        replicas now (the only host of a URL may have any role). Raises StoreUnsuitable if, for
+        example, a host refuses the password.
         """
         if self._service:
             return await _first(self._sentinels, self._connect_by_sentinel)
@@ -149,7 +149,7 @@ def _parse(url: str) -> tuple[list[Options], str]:
 
 
 def _as_sentinel(options: Options) -> Options:
-    """How to connect to a Sentinel: with a login of its own, if it needs one."""
+    """Return the options of a Sentinel, with a login of its own if it needs one."""
     login = {ours: options[name] for name, ours in _SENTINEL_LOGIN.items() if name in options}
     return _without(options, ("username", "password", "db", *_SENTINEL_LOGIN)) | login
 
@@ -159,8 +159,8 @@ def _without(options: Options, names: Collection[str]) -> Options:
 
 
 def _at(options: Options, host: bytes | None, port: int | bytes) -> Options:
-    """The same server options for another address. A node that does not know its own host is at
-    the address that was asked."""
+    """Return the same options for another address. A node that does not know its own host is at
+    the address of the node that was asked."""
     known = {} if host in (None, b"", b"?") else {"host": host.decode()}
     return options | known | {"port": int(port)}
 

@@ -31,7 +31,7 @@ def pages_of(
 
 
 def content_field(content: Content) -> Argument:
-    """Encodes a block's content for `restore`."""
+    """Encode a block's content for `restore`."""
     return content.prefix_hash or ("p" if content.private else "")
 
 
@@ -72,7 +72,7 @@ def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
 
 
 def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
-    """The reply of `stats`, and the id of the server's run that the ledger belongs to."""
+    """Decode the reply to `stats`, and the run id of the server that made the ledger."""
     header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
     fields, fenced = text_fields(header), text_fields(workers)
     stats = PoolStats(

@@ -130,7 +130,6 @@ class Server:
         return self._lost
 
     def check(self) -> None:
-        """Raise the error that ended the store, if any: StoreLost, or why it could not be
-        renewed."""
+        """Raise the error that ended the store, if any: StoreLost, or the error of `renew`."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)

@@ -4,7 +4,7 @@ The server executes commands in the order in which they were submitted; callers 
 at once. One exchange sends several queued commands together and reads their replies. A command
 without a reply (the connection broke, or the time limit passed) keeps its place in the queue and is
 sent again before any later one. Before that, the stream kills its old connection on the server, so
-that the server cannot execute commands of it late, out of order. A command that the server refuses
+that the server cannot execute its commands late, out of order. A command that the server refuses
 because it has lost its data, or because it is not the primary, is sent again, too: the one stream
 of a pool that `renews` sends nothing until the data is rebuilt.
 
@@ -182,7 +182,7 @@ class CommandStream:
 
     async def _exchange(self) -> None:
         """Send the first commands of the queue, and remove each one when its reply arrives."""
-        if self._server.in_doubt:  # its unread replies are of the lost data
+        if self._server.in_doubt:  # unread replies are of the lost data
             await self._disconnect()
         connection = self._connection or await self._connect()
         calls = self._next_calls()

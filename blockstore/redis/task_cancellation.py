@@ -6,7 +6,7 @@ _RETRY_INTERVAL_S = 0.1
 
 
 async def cancel_task(task: "asyncio.Task[None]") -> None:
-    """Cancel a task, and return when it has ended, whatever its result. Cancels repeatedly: Python
+    """Cancel a task, and return when it has ended, with any result. Cancels repeatedly: Python
     3.11's `wait_for`, with which redis-py writes, loses a cancellation that arrives when the
     connection has just broken."""
     while not task.done():

@@ -24,7 +24,7 @@ class CpuKernels(Kernels):
     native: NativeCpu
 
     def __init__(self, isa: str | None = None) -> None:
-        """ValueError: this CPU does not have the instruction set."""
+        """Raises ValueError if this CPU does not have the instruction set."""
         self.native = NativeCpu(isa=isa)
 
     def numerics(self) -> dict[str, str]:

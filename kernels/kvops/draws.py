@@ -8,12 +8,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DrawTensors:
-    """The parameters of Q draws, [Q] each. `state`: the row of the logits. `temperature`: 0 chooses
-    the likeliest token. `least`: the least scaled logit that min_p leaves."""
+    """The parameters of Q draws, [Q] each."""
 
     state: Tensor
+    """The row of the logits."""
     temperature: Tensor
     least: Tensor
+    """The least scaled logit that min_p leaves."""
     top_k: Tensor
     top_p: Tensor
     seed: Tensor
@@ -39,13 +40,10 @@ NOT_ALLOWED, BANNED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PenaltyTables:
-    """The tables that change the logits of the draws with a slot, [slots, vocab_size] each.
+    """The tables that change the logits of the draws with a slot, [slots, vocab_size] each."""
 
-    `biases`: fp32. `counts`: int32, 1 + how often a token is in the output, 0 if the penalties do
-    not affect it. `flags`: int8, `NOT_ALLOWED` and `BANNED`; bans do not hold if they would leave
-    no token.
-    """
-
-    biases: Tensor
+    biases: Tensor  # fp32
     counts: Tensor
+    """1 + the number of a token in the output, or 0 if no penalty affects the token; int32."""
     flags: Tensor
+    """The bits `NOT_ALLOWED` and `BANNED`, int8. Bans that would leave no token do not hold."""

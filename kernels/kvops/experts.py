@@ -8,24 +8,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E experts, each an MLP with a gate. router: fp32 [E, hidden]. gate_up: [E, 2 * intermediate,
-    hidden], the gate's outputs first. down: [E, hidden, intermediate].
+    """E experts, each an MLP with a gate. The `top_k` experts with the largest logits compute a
+    row. Their weights are the softmax of all logits, divided by the sum of the chosen ones if
+    `normalizes`."""
 
-    A row is computed by the `top_k` experts with the largest logits. Their weights are the softmax
-    of all logits, divided by the sum of the chosen ones if `normalizes`. Biases are [E], [E, 2 *
-    intermediate] and [E, hidden]. `alpha`, `limit`: see `swiglu`; limit 0: the gate is SiLU.
-    """
-
-    router: Tensor
+    router: Tensor  # fp32 [E, hidden]
     gate_up: Tensor
-    down: Tensor
+    """[E, 2 * intermediate, hidden], the gate's outputs first."""
+    down: Tensor  # [E, hidden, intermediate]
     top_k: int
     normalizes: bool
-    router_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    router_bias: Tensor | None = None  # [E]
+    gate_up_bias: Tensor | None = None  # [E, 2 * intermediate]
+    down_bias: Tensor | None = None  # [E, hidden]
     alpha: float = 0.0
     limit: float = 0.0
+    """The bound of `swiglu`, as `alpha` is its factor; 0 makes the gate SiLU."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] of rows of fp32 logits [T, E], and their weights."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 class Kernels(ABC):
     """`device`, `native`, `has_int8_kv`, `has_sampler`, `needs_plan`: see `ops.Backend`.
     `reads_whole_blocks`: attention also reads slots of a row's blocks that the row does not see,
-    and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks`: the longest block
-    table of a CUDA graph."""
+    and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks` is the length of the
+    longest block table of a CUDA graph."""
 
     name: str
     device = "cpu"
@@ -40,7 +40,7 @@ class Kernels(ABC):
         the dtype: `isa`, the instruction set or the GPU, and versions."""
 
     def check_attention(self, shape: AttentionShape) -> None:
-        """ValueError: the kernels cannot compute attention of this shape."""
+        """Raises ValueError if the kernels cannot compute attention of this shape."""
         return
 
     def plan(self, step: AttentionStep) -> None:

@@ -91,7 +91,7 @@ class NativeCpu:
     """Runs the kernels of one instruction set on `num_threads` threads. The default instruction set
     is the best one of this CPU.
 
-    ValueError: this CPU lacks the instruction set, or num_threads is less than 1.
+    Raises ValueError if this CPU lacks the instruction set, or num_threads is less than 1.
     """
 
     def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
@@ -105,8 +105,8 @@ class NativeCpu:
 
     def assign(self, lanes: Sequence[Lane], board: Tensor | None = None) -> None:
         """Set the threads of the next steps. The first lane is the calling thread and has no
-        owners. Call it on the thread that runs the steps. ValueError: no lanes, no such CPU, or an
-        owner that is not on the board."""
+        owners. Call it on the thread that runs the steps. Raises ValueError if there are no lanes,
+        if a CPU does not exist, or if an owner is not on the board."""
         cpus = [-1 if lane.cpu is None else lane.cpu for lane in lanes]
         self.pool.assign(cpus, [list(lane.owners) for lane in lanes], board)
 
@@ -129,7 +129,7 @@ class NativeCpu:
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
         bf16, or quantized as `kind` says, as consecutive uint8 pieces. Each piece is valid until
-        the next one is requested. ValueError: weights are quantized in another way.
+        the next one is requested. Raises ValueError if weights are quantized in another way.
 
         `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
         a shorter weight. 0: the weights follow one another whole.

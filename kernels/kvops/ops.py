@@ -8,7 +8,7 @@ strided view. An arena in int8 has D + 4 bytes for a head, see `kvops.int8_kv`. 
 s % block_size of block s // block_size. Slots into which no row was stored may have any content,
 including NaN; no operation reads them.
 
-ValueError: a wrong shape, dtype or device. The values of index tensors are not checked.
+Operations raise ValueError for a wrong shape, dtype or device. They read no values for that check.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class Backend:
     """The operations on one kind of device. The docstring of an operation that writes into an
     argument begins with "Writes".
 
-    `device`: the kind of device that has all tensors, "cpu" or "cuda". `native`: the native
-    kernels, which compute whole steps in C++; None: the engine composes steps of these operations.
-    `has_int8_kv`: an arena may be in int8. `has_sampler`: `sample` draws tokens where the logits
-    are. `needs_plan`: `plan` has to be called before each step.
-    """
+    All tensors are on `device`, "cpu" or "cuda". `native` are the native kernels, which compute
+    whole steps in C++; if it is None, the engine composes steps of these operations. An arena may
+    be in int8 if `has_int8_kv`. `sample` draws tokens where the logits are if `has_sampler`. The
+    engine calls `plan` before each step if `needs_plan`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -64,7 +63,7 @@ class Backend:
         }
 
     def check_attention(self, shape: AttentionShape) -> None:
-        """ValueError: this backend cannot compute attention of this shape."""
+        """Raises ValueError if this backend cannot compute attention of this shape."""
         shape.check()
         if shape.kv_dtype == torch.int8 and not self.has_int8_kv:
             raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
@@ -81,7 +80,7 @@ class Backend:
         self._kernels.plan(step)
 
     def set_max_blocks(self, max_blocks: int) -> None:
-        """The longest block table of steps in CUDA graphs; before the first of them."""
+        """Set the longest block table of steps in CUDA graphs, before the first graph."""
         self._kernels.max_blocks = max_blocks
 
     def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
@@ -91,8 +90,8 @@ class Backend:
         self._kernels.warm_up(kv_layer, shape, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1: skips
-        the token.
+        """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1 skips the
+        token.
 
         k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
         """
@@ -109,10 +108,11 @@ class Backend:
         norms: HeadNorms | None = None,
         rotation: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Writes `kv_layer`, and perhaps `q` and `k`: does `rms_norm` of queries and keys, `rope`,
-        and `store_kv`, as far as asked. Result: the queries that attention takes, [T, H, D].
+        """Writes `kv_layer`, and perhaps `q` and `k`: does `rms_norm` of queries and keys if there
+        are `norms`, `rope` if there is a `rotation`, its cos and sin, and then `store_kv`. Result:
+        the queries that attention takes, [T, H, D].
 
-        q: [T, H, D], k, v: [T, K, D], any strides. `rotation`: cos and sin of `rope`.
+        q: [T, H, D], k, v: [T, K, D], any strides.
         """
         self._check_stored(kv_layer, k, v, slot_mapping)
         _check("q", q, k, (k.shape[0], -1, k.shape[2]))
@@ -127,9 +127,9 @@ class Backend:
         )
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
-        """Writes `kv`, on a backend whose kernels read whole blocks: zeroes, in all layers, each
-        block whose first slot is in `slot_mapping`. Otherwise nothing. A step calls it once, before
-        it stores: what the block's last owner left, perhaps NaN, is gone before attention reads it.
+        """Writes `kv` if the kernels read whole blocks: zeroes, in all layers, each block with its
+        first slot in `slot_mapping`. A step calls it once, before it stores, so that attention
+        reads no rows of the block's last owner, which may be NaN.
 
         kv: the arena. slot_mapping: [T], int; as for `store_kv`.
         """
@@ -272,14 +272,14 @@ class Backend:
         return self._kernels.experts(x, weights)
 
     def warm_up_sampler(self, vocab_size: int) -> None:
-        """Compile the kernels of `sample`, if it is there."""
+        """Compile the kernels of `sample`, if this backend has it."""
         self._kernels.warm_up_sampler(vocab_size)
 
     def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
         """Draws tokens as `services.engine.sampling.sampler` does, with random numbers of its own.
-        Result: [Q] int64; -1: the logits are not finite.
+        Result: [Q] int64, -1 where the logits are not finite.
 
-        logits: fp32 [states, vocab_size], rows contiguous. `tables`: None if no draw has a slot.
+        logits: fp32 [states, vocab_size], rows contiguous. `tables` is None if no draw has a slot.
         """
         if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
             raise ValueError(f"logits: {_shape(logits)} is not fp32 [states, vocab_size]")
@@ -349,8 +349,8 @@ def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _beside(kv_layer: Tensor, x: Tensor) -> Tensor:
-    """Return what has the dtype that queries, keys and values have beside `kv_layer`: any, if it is
-    in int8."""
+    """Return a tensor with the dtype that queries, keys and values must have beside `kv_layer`. An
+    arena in int8 takes any, so then it is `x` itself."""
     if kv_layer.dtype == torch.int8 and x.device == kv_layer.device:
         return x
     return kv_layer

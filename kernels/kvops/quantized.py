@@ -7,7 +7,7 @@ are fp16 there, relative to a scale of the output in fp32, which keeps them in f
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ _ROWS = 256
 
 
 class QuantizedWeight(Protocol):
-    """Weights [N, K] of one kind: a dataclass whose tensors all have N rows."""
+    """Weights [N, K] of one kind: a dataclass, and all of its tensors have N rows."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def codes(self) -> Tensor: ...
@@ -37,16 +39,16 @@ W = TypeVar("W", bound=QuantizedWeight)
 
 def with_tensors(weight: W, change: Callable[[str], Tensor]) -> W:
     """The weight with `change(name)` in the place of each of its tensors."""
-    names = [field.name for field in fields(weight)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(weight)]
     tensors = {name: change(name) for name in names if isinstance(getattr(weight, name), Tensor)}
-    return replace(weight, **tensors)  # type: ignore[type-var]
+    return replace(weight, **tensors)
 
 
 def packed_pieces(
     num_outputs: int, weights: Sequence[W], turn: int, num_bytes: int
 ) -> Iterator[Tensor]:
     """Give the `packed_bytes` of one linear made of several weights [n_i, K] of one kind, as
-    consecutive uint8 pieces of about `num_bytes`. `turn`: see `joined`."""
+    consecutive uint8 pieces of about `num_bytes`. `turn` is as in `joined`."""
     whole = with_tensors(
         weights[0], lambda name: joined([getattr(weight, name) for weight in weights], turn)
     )

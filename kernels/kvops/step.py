@@ -14,21 +14,22 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """`dtype`: of queries. `kv_dtype`: of the arena. `windows`: of the layers, each once; None: all
-    positions. `scale`: of the scores; None: 1 / sqrt(head_dim). `cap`: their soft cap; None: none.
-    `has_sinks`: the softmax has one more score for each head.
-    """
+    """The shape of a model's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
+    dtype: torch.dtype  # of queries
+    kv_dtype: torch.dtype  # of the arena
     windows: tuple[int | None, ...] = (None,)
+    """The windows of the layers, each once; None sees all positions."""
     scale: float | None = None
+    """The factor of the scores; None is 1 / sqrt(head_dim)."""
     cap: float | None = None
+    """The soft cap of the scores, if they have one."""
     has_sinks: bool = False
+    """Whether the softmax has one more score for each head."""
 
     @classmethod
     def of_call(cls, call: "AttentionCall") -> "AttentionShape":
@@ -43,7 +44,7 @@ class AttentionShape:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self) -> None:
-        """ValueError: no attention is of this shape."""
+        """Raises ValueError if no attention has this shape."""
         if not self.num_kv_heads or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} key/value "
@@ -101,20 +102,18 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The rows of a step. `query_begins`, `page_begins`: [B + 1]; `last_page_lens`: [B], positions
-    in a row's last page; `page_ids`: the rows' pages, one row after the other, on the device.
-
-    A row of a padded step, which has no context, has one page with one position, for kernels that
-    divide by the sum of a row's weights. `in_graph`: the step is replayed from a CUDA graph of B
-    rows with one token each.
-    """
+    """The rows of a step. A padded row has no context, but one page with one position, for kernels
+    that divide by the sum of a row's weights."""
 
     shape: AttentionShape
-    query_begins: Ints
-    page_begins: Ints
+    query_begins: Ints  # [B + 1]
+    page_begins: Ints  # [B + 1]
     last_page_lens: Ints
+    """[B], the number of positions in each row's last page."""
     page_ids: Tensor
+    """The rows' pages, one row after the other, on the device."""
     in_graph: bool = False
+    """Whether a CUDA graph of B rows with one token each replays the step."""
 
 
 def page_facts(context_lens: Ints, block_size: int) -> tuple[Ints, Ints]:

@@ -67,7 +67,7 @@ class _LazyCommands(Mapping[str, Any]):
 
 
 def _load(name: str) -> Any:
-    """The command of this name. KeyError: there is none."""
+    """Return the command of this name. Raises KeyError if there is none."""
     place, panel = _COMMANDS[name]
     module, _, attribute = place.partition(":")
     found = getattr(import_module(f"quire.cli.{module}"), attribute)

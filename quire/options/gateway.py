@@ -60,7 +60,7 @@ class RequestOptions(AdapterOptions):
     @field_validator("lora", mode="before")
     @classmethod
     def _adapters(cls, value: object) -> object:
-        """ValueError: not name=directory, or a name twice."""
+        """Raises ValueError if the text is not name=directory, or if a name occurs twice."""
         pairs = split_by_commas(value)
         if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
             return pairs

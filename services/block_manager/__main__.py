@@ -63,8 +63,8 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
 
 
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
-    """Connect to the store and the registry of one server. StoreUnavailable: the server does not
-    answer; StoreUnsuitable."""
+    """Connect to the store and the registry of one server. Raises StoreUnavailable if the server
+    does not answer, or StoreUnsuitable."""
     store = await RedisStore.connect(redis.connection_url(settings))
     try:
         registry = await redis.open_registry(

@@ -55,7 +55,7 @@ class CredentialsSettings(ServiceSettings):
 
 
 async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
-    """Write all files. StartupError: a file cannot be written, or other users may read it."""
+    """Write all files. Raises StartupError if one cannot be written, or others may read it."""
     secret = deployment_secret(settings)
     if settings.secret is not None or settings.secret_file is not None:
         write_private(settings.run_dir / FILE_NAME, secret.root)

@@ -29,83 +29,80 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A request to sample one token after a row's last position.
-
-    The random numbers are a function of (seed, sequence index, position). `adjustment`: changes of
-    the logits that follow from the sequence's tokens (penalties, biases, bans); None: no change.
-    `grammar`: decides which tokens may come, beside the forward pass; None: all may.
-    """
+    """A request to sample one token after a row's last position. The random numbers are a function
+    of (seed, sequence index, position)."""
 
     sampling: SamplingParams
     sequence_index: int
     adjustment: Adjustment | None = None
+    """The changes of the logits by penalties, biases and bans; None changes nothing."""
     grammar: GrammarState | None = None
+    """The grammar that decides, beside the forward pass, which tokens may come; None allows all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A request for the logprobs of tokens that are given, as for a prompt.
-
-    `token_ids[i]` follows token i of the row. `num_top`: how many of the likeliest tokens to add.
-    """
+    """A request for the logprobs of tokens that are given, as for a prompt."""
 
     token_ids: Sequence[int]
+    """The token that follows each token of the row."""
     num_top: int
+    """The number of likeliest tokens to add."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoadedAdapter:
-    """A LoRA adapter at this worker. `weights`: as the model has made them
-    (`Model.load_adapter`)."""
+    """A LoRA adapter at this worker."""
 
     digest: str
     weights: Any
+    """The weights as `Model.load_adapter` has made them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """The tokens of one sequence that a step computes: a prompt, a chunk of one, or one token of a
-    decoding sequence. Nothing but their number tells these apart.
-
-    `token_ids` are at positions start .. start + len(token_ids) - 1; the blocks of `block_table`
-    already have the KV of the positions below `start`. KV of positions below `store_from` is not
-    stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
-    sequence does. It has several draws, equal but for the index, if several sequences of a group
-    begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
-    `num_drafts`: the last so many of `token_ids` are drafts. Then `draws` has one draw for each of
-    them, after the token before it, and one after the last token.
-    `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
-    and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
-    `draw_behind`: makes the row's one draw from that token, because penalties or a grammar depend
-    on it; `draws` has the draw without them. None: the draw does not depend on the token.
-    `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
-    neither draws nor scores.
-    `adapter`: what it is computed with; rows of a step are grouped by it, those without one first.
-    """
+    decoding sequence. Nothing but their number tells these apart."""
 
     token_ids: Sequence[int]
+    """The tokens at the positions start .. start + len(token_ids) - 1."""
     start: int
     block_table: Sequence[int]
+    """The sequence's blocks, which already have the KV of the positions below `start`."""
     store_from: int = 0
+    """The first position with KV to store. Positions before it are in adopted blocks (slot -1)."""
     draws: tuple[Draw, ...] = ()
+    """The draws after the last token; empty if the row ends before its sequence does. If several
+    sequences of a group begin with these tokens, each has one, equal but for the index."""
     scoring: Scoring | None = None
+    """None if the request asks for no prompt logprobs."""
     drawn_by: int | None = None
+    """The index of the row in the step launched before that draws this row's one token, and is not
+    retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None if all tokens are known."""
     draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
+    """The function that makes the row's one draw from that token, if penalties or a grammar depend
+    on the token; `draws` has the draw without them."""
     num_states: int = 0
+    """The number of last tokens with wanted final states; such a row neither draws nor scores."""
     num_drafts: int = 0
+    """The number of drafts at the end of `token_ids`. `draws` has one draw for each of them, after
+    the token before it, and one after the last token."""
     adapter: LoadedAdapter | None = None
+    """The row's adapter. The rows of a step are grouped by adapter, rows without one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """The result of a row that asks for logprobs or states. `tokens`: one for each draw.
-    `logprobs`: theirs, if the sampling parameters ask for them. `prompt`: those of the row's
-    `scoring`. `states`: fp32 [num_states, hidden]; None if the row asks for none."""
+    """The result of a row that asks for logprobs or states."""
 
     tokens: tuple[int, ...]
+    """One token for each draw."""
     logprobs: tuple[Logprobs, ...] = ()
+    """The logprobs of `tokens`, if the sampling parameters ask for them."""
     prompt: tuple[Logprobs, ...] = ()
+    """The logprobs of the row's `scoring`."""
     states: NDArray[np.float32] | None = None
+    """The final states, fp32 [num_states, hidden]; None if the row asks for none."""
 
 
 RowResult = tuple[int, ...] | RowOutput | Fault
@@ -113,7 +110,7 @@ RowResult = tuple[int, ...] | RowOutput | Fault
 
 
 def with_draws_behind(rows: Sequence[Row], last: Sequence[RowResult]) -> list[Row]:
-    """The rows with the draws that depend on tokens of the step before. `last`: the results of
+    """The rows with the draws that depend on tokens of the step before. `last` has the results of
     that step. A row behind a fault keeps the draw that it has, since its result is dropped."""
     return [_with_draw_behind(row, last) for row in rows]
 

@@ -36,14 +36,15 @@ from services.pool.stamps import Stamps
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device computes. `groups`: all groups whose blocks it reads or writes.
-    `spent`: on its drafts, since `began`."""
+    """A step that the device computes."""
 
     flight: Flight
     batch: Seq[ScheduledSequence]
     groups: Mapping[str, Group]
+    """All groups with blocks that the step reads or writes."""
     began: float
     spent: Drafting
+    """The time that its drafts took since `began`."""
 
 
 class Engine:

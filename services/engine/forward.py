@@ -50,8 +50,8 @@ class ForwardPass(Protocol):
 
         Steps are computed in the order of their launches. `copies`: (source, target) each; all
         sources are read before any target is written. There may be copies without rows. Block
-        tables and adjustments are read before `launch` returns. `num_waiting`: how many more
-        sequences could run, but wait for a later step.
+        tables and adjustments are read before `launch` returns. `num_waiting` more sequences could
+        run, but wait for a later step.
         """
 
     def yield_device(self, wait: Wait) -> None:

@@ -59,7 +59,7 @@ Command = Admit | Start | AddBlocks | AbortSequence | Remove
 @dataclass(frozen=True, slots=True)
 class Removed:
     """A group that left the engine by `Remove` or `AbortSequence`: no step touches its blocks any
-    more. `sequences`: those that had not ended."""
+    more. `sequences` had not ended."""
 
     key: str
     sequences: tuple[TicketSequence, ...]
@@ -68,28 +68,28 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class FailedGroup:
-    """A group that the engine dropped because one of its rows failed; the rest of the step counts.
-
-    `blocks`: (block id, prefix hash) of all its full blocks, adopted ones too. Their KV may be the
-    cause, so they must leave the prefix index.
-    """
+    """A group that the engine dropped because one of its rows failed; the rest of the step
+    counts."""
 
     key: str
     fault: Fault
     blocks: tuple[tuple[int, PrefixHash], ...]
+    """(Block id, prefix hash) of all its full blocks, adopted ones too. Their KV may be the cause,
+    so they must leave the prefix index."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Everything that the engine reports at once. The retired steps computed `num_tokens` tokens in
-    `duration_s`. `is_busy`: a step was launched or retired, so the next one may have work."""
+    """Everything that the engine reports at once."""
 
     advances: tuple[Advance, ...] = ()
     failed: tuple[FailedGroup, ...] = ()
     removed: tuple[Removed, ...] = ()
     num_tokens: int = 0
+    """The number of tokens that the retired steps computed in `duration_s`."""
     duration_s: float = 0.0
     is_busy: bool = False
+    """Whether a step was launched or retired, so that the next one may have work."""
 
     @property
     def has_results(self) -> bool:

@@ -39,7 +39,7 @@ class FileArena:
     """A file that all workers of the host map."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
-        """Map the file. ValueError: its size is wrong, and mapping would extend a shorter file."""
+        """Map the file. Raises ValueError for a wrong size: mapping would extend a shorter file."""
         if path.stat().st_size != num_bytes:
             raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
         self._bytes: Tensor | None = torch.from_file(
@@ -102,8 +102,8 @@ class KVPool:
         ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
 
     def wait_until_idle(self) -> None:
-        """Wait until the GPU has done all that this process has launched. RuntimeError: the GPU
-        does not say so."""
+        """Wait until the GPU has done all that this process has launched. Raises RuntimeError if
+        the GPU reports an error."""
         if self._kv is not None and self._kv.is_cuda:
             torch.cuda.synchronize(self._kv.device)
 

@@ -248,8 +248,8 @@ class Runner:
         return tables[np.arange(tables.shape[1]) < num_pages[:, None]]
 
     def _sources(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
-        """`taken`: the tokens of the step that the host does not know, as indices. `sources`: where
-        the last step has them."""
+        """`taken` has the indices of the step's tokens that the host does not know. `sources` are
+        their indices in the last step."""
         if self._last is None:
             raise ValueError("a row takes a token of the last step, which is not on the device")
         taken = [number for number, row in enumerate(rows) if row.drawn_by is not None]

@@ -107,7 +107,8 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _take(self, wait: bool) -> list[Command] | None:
-        """All commands in the inbox; None: stop the thread. `wait`: wait for the first one."""
+        """Return all commands in the inbox, or None to stop the thread. With `wait`, wait for the
+        first one."""
         self._new_groups.clear()
         commands: list[Command] = []
         while True:

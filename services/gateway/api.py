@@ -222,8 +222,8 @@ class Generator(Protocol):
         """The text of tokens, special tokens included. Raises as `tokenize`."""
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """Counts and logs a request that a server refused without calling `generate`. `model`: the
-        name that the client sent; empty if it is not known."""
+        """Counts and logs a request that a server refused without calling `generate`. `model` is
+        the name that the client sent, or empty if it is not known."""
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""

@@ -13,8 +13,8 @@ def require(holds: bool, problem: str, param: str | None = None) -> None:
 
 
 def check_text(name: str, text: str, max_chars: int, param: str | None = None) -> None:
-    """Raises InvalidRequest if `text` is too long or has lone surrogates. `param`: the parameter
-    that has the text; None: `name`."""
+    """Raises InvalidRequest if `text` is too long or has lone surrogates. `param` is the parameter
+    that has the text; None is `name`."""
     param, size = param or name, len(text)
     require(size <= max_chars, f"{name} has {size} characters, at most {max_chars}", param)
     try:
@@ -28,7 +28,7 @@ def check_text(name: str, text: str, max_chars: int, param: str | None = None) -
 def float32(name: str, value: float) -> float:
     """`value` rounded to 32 bits, the precision of the wire.
 
-    InvalidRequest: it is not finite, or too large for 32 bits.
+    Raises InvalidRequest if the number is not finite, or too large for 32 bits.
     """
     if not math.isfinite(value):
         raise InvalidRequest(f"{name} is {value}, not a finite number", name)

@@ -128,6 +128,7 @@ class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
         return given_files(env_prefix(type(self)), files, "public_client_ca", needs_ca=False)
 
     def keyring(self, metrics: CollectorRegistry) -> Keyring | None:
-        """The API keys; None if API keys are off. StartupError: they cannot be used."""
+        """The API keys; None if API keys are off. Raises StartupError if the keys cannot be
+        used."""
         file = self.api_keys_file
         return None if file is None else Keyring(file, KeyringMetrics(metrics))

@@ -53,7 +53,7 @@ _MAX_TOKENIZING = 16
 class Gateway:
     """Generates text for the requests of one gateway process.
 
-    `changes` notifies when workers come or go. `tracer`: None if requests are not traced.
+    `changes` notifies when workers come or go. `tracer` is None if requests are not traced.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Gateway:
 
     def _absent_model(self, name: str, names: tuple[str, ...], caller: Caller) -> str:
         """The model of the deployment that `name` means, if the caller sees it and it has no
-        worker; else empty. `names`: the models that have workers."""
+        worker; else empty. `names` are the models that have workers."""
         model = self._aliases.get(name, name)
         is_absent = model in self._options.models and model not in names
         return model if is_absent and (caller.sees(name) or caller.sees(model)) else ""

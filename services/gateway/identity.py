@@ -45,7 +45,7 @@ def check_identity(request: GenerationRequest | EmbeddingRequest) -> None:
 
 
 def scoped_id(request_id: str, resume_token: str, key: str = "") -> str:
-    """The request's id at gateway and workers. `key`: the name of the caller's API key.
+    """The request's id at gateway and workers. `key` is the name of the caller's API key.
 
     It has a digest of the token instead of the token. So neither a log nor the time that a
     comparison takes reveals the token.

@@ -51,10 +51,9 @@ class Wiring:
     gateway: Gateway
     directory: WorkerDirectory
     dispatcher: Dispatcher
-    migration: Migration
     changes: ChangeNotifier
     end_listeners: list[EndListener]
-    """Are called with each request that has ended, and its outcome."""
+    """The functions that are called with each request that has ended, and its outcome."""
     adapters: GatewayAdapters | None
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
@@ -87,8 +86,9 @@ async def start_gateway(
     """Yield a gateway that follows the registry until the block is left. An error of a background
     task (StoreLost) is raised in the block, as an exception group.
 
-    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given. `tracer`:
-    None: no request is traced. StartupError: the options' generation_config is wrong.
+    `connect` opens the connection to a worker; None opens it over gRPC, with `tls` if given. No
+    request is traced without `tracer`. Raises StartupError if the options' generation_config is
+    wrong.
     """
     generation = GenerationConfig.read(
         options.generation_config, options.override_generation_config
@@ -147,14 +147,7 @@ async def start_gateway(
         background = [tasks.create_task(each, name=name) for name, each in work.items()]
         try:
             yield Wiring(
-                gateway_id,
-                gateway,
-                directory,
-                dispatcher,
-                migration,
-                changes,
-                end_listeners,
-                adapters,
+                gateway_id, gateway, directory, dispatcher, changes, end_listeners, adapters
             )
         finally:
             await dispatcher.close()

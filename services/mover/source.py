@@ -1,5 +1,5 @@
-"""A source: another pool that this mover may read. It joins that pool as a member on another host,
-under a lease, and knows how fast it can be read."""
+"""A source: a pool that this mover may read. The mover joins it as a member on another host, under
+a lease, and measures its bandwidth."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ log = get_logger(__name__)
 _DESCRIBE_S = 5.0
 _STORE_S = 5.0
 _RENEWALS = 4
-"""How often a lease is renewed in its time: two renewals may fail."""
+"""The number of renewals in the time of a lease, so that two may fail."""
 
 NUM_PULLS = 4
 """The most pulls of one source at a time: enough to hide the calls of the stores behind reads."""
@@ -49,7 +49,7 @@ _WEIGHT = 0.3
 
 
 class Bandwidth:
-    """The measured bandwidth of a source in bytes a second; 0: not measured yet."""
+    """The measured bandwidth of a source in bytes a second; 0 before the first measurement."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
@@ -192,9 +192,9 @@ def _copies(transport: Transport, header: PoolHeader) -> Copies:
 
 
 async def _probe(source: Source, header: PoolHeader, transport: Transport, num_bytes: int) -> None:
-    """Measure the bandwidth: read the first blocks of the pool, whatever they hold, to memory of
-    the probe. A first read, which connects, is not measured. No read has a time limit, because its
-    memory may not be freed before it has ended."""
+    """Measure the bandwidth by a read of the pool's first blocks. A first read, which connects, is
+    not measured. No read has a time limit, because its memory may not be freed before it has ended.
+    """
     block_bytes = header.layout.block_bytes
     num_blocks = max(1, min(header.num_blocks, num_bytes // block_bytes))
     parts = header.layout.tensor_parallel_size

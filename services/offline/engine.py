@@ -108,7 +108,7 @@ class OfflineEngine:
         pool = KVPool.private(layout, num_blocks, "cpu")
         stamps = Stamps.private(num_blocks, layout.block_size)
         header = PoolHeader("offline", "", layout, num_blocks, int(WATERMARK * num_blocks))
-        nothing = cast("Any", None)  # no other process sees the pool: no directory, and no lock
+        nothing: Any = None  # no other process sees the pool: no directory, and no lock
         own = Membership(self._store, nothing, header, "offline", nothing, pool, stamps)
         self.spec = own.spec
         pools = (Pool(self.spec, prefill=(), decode=()),)
@@ -149,7 +149,7 @@ class OfflineEngine:
         await asyncio.get_running_loop().shutdown_default_executor()
 
     async def drive(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which generates. ServerError: the worker has failed."""
+        """Await `work`, which generates. Raises ServerError if the worker has failed."""
         task: asyncio.Future[Any] = asyncio.ensure_future(work)
         self._work, failure = task, self._worker.failure
         await asyncio.wait([task, failure], return_when=asyncio.FIRST_COMPLETED)
@@ -218,13 +218,13 @@ class _Request:
     """A request that runs: what the worker calls with its events (`events.Session`)."""
 
     def __init__(self, request: Request, fixed: tuple[int, str, PrefixHash], role: Whole) -> None:
-        """`fixed`: order, pool and root hash of its tickets."""
+        """`fixed` has order, pool and root hash of its tickets."""
         self._request, self._fixed, self._role = request, fixed, role
         self._output = request.output
         self._attempts, self._key = itertools.count(), ("", 0)
 
     def submit(self, progress: TicketState | None = None) -> None:
-        """Submit the request with the tokens that it has. `progress`: of a beam search."""
+        """Submit the request with the tokens that it has. `progress` is of a beam search."""
         request, output = self._request, self._output
         sequences = tuple(TicketSequence(one.index, tuple(one.tokens)) for one in output.living)
         ticket = new_ticket(request, next(self._attempts), *self._fixed, sequences)

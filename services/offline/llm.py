@@ -35,7 +35,6 @@ from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
 from services.gateway.output.delta import TokenLogprobs as Reported
-from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
 from services.runtime.logging import configure_logging
@@ -45,8 +44,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _AT_ONCE = 4
-"""Requests that wait or run at a time, for each sequence of a step: the next ones are always there
-when a sequence ends, and a long list of prompts does not lie in the queue as a whole."""
+"""The number of requests that wait or run at a time, for each sequence of a step. When a sequence
+ends, a request waits already, and yet the queue never holds all of a long list of prompts."""
 
 EmbeddedPrompt = str | Sequence[int]
 Conversation = Sequence[ChatMessage] | Sequence[dict[str, Any]]
@@ -56,14 +55,14 @@ _SAMPLING = TypeAdapter(RequestedSampling)
 class LLM:
     """Loads a model and generates in this process: no server, no Redis, no sockets.
 
-    `model`: a directory, a GGUF file, a Hugging Face id in the local cache, or "demo".
-    `settings`: those of workers, in lower case, such as `dtype`, `quantize`, `kv_dtype`,
+    `model` names a directory, a GGUF file, a Hugging Face id in the local cache, or "demo".
+    `settings` are the settings of workers, in lower case, such as `dtype`, `quantize`, `kv_dtype`,
     `pool_memory`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `threads`, `isa`,
-    `max_loras`, `speculative_config`. `enable_lora`: as in vLLM; False takes no adapters.
+    `max_loras`, `speculative_config`. With `enable_lora=False` it takes no adapters, as in vLLM.
 
-    Results are those of a service with the same settings. Prompts that begin alike share KV, also
-    between calls. To free the memory before the process ends, use it as a context manager or call
-    `close`. It works only in the process that made it. Raises QuireError.
+    A service with the same settings gives the same results. Prompts that begin alike share KV, also
+    between calls. Use an LLM as a context manager, or call `close`, to free its memory before the
+    process ends. An LLM works only in the process that made it. Raises QuireError.
     """
 
     def __init__(self, model: str = "demo", *, enable_lora: bool = True, **settings: Any) -> None:
@@ -101,12 +100,11 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Generate from texts, or from lists of token ids: one or many.
+        """Generate from one text or many, or from one list of token ids or many.
 
-        `sampling_params`, `lora_request`: for all prompts, or one for each. The answers are in the
-        order of the prompts. Raises the error of the first request that fails; the others are
-        cancelled.
-        """
+        `sampling_params` and `lora_request` are for all prompts, or a list with one for each. The
+        answers are in the order of the prompts. If a request fails, all others are cancelled, and
+        the call raises its error."""
         asked = self._requests(_prompts(prompts), sampling_params, lora_request)
         return self._answer_all(asked, self._complete, "Generating", use_tqdm)
 
@@ -121,10 +119,10 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """`generate` for one conversation or many. A message is a `ChatMessage`, or a dict as in
-        OpenAI's chats; `tools`, `tool_choice` and `chat_template_kwargs` are as in
-        `/v1/chat/completions`. Each choice has a `message`, which can be the next one of its
-        conversation: its content, reasoning and tool calls."""
+        """Generate the next message of one conversation or many. A message is a `ChatMessage`, or a
+        dict as in OpenAI's chats; `tools`, `tool_choice` and `chat_template_kwargs` are as in
+        `/v1/chat/completions`, and the others as in `generate`. The `message` of each choice has
+        its content, reasoning and tool calls, and can be appended to its conversation."""
         is_one = not conversations or isinstance(conversations[0], (ChatMessage, dict))
         many = [conversations] if is_one else conversations
         options = {"tools": tools and list(tools), "tool_choice": tool_choice}
@@ -145,9 +143,9 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Embedding]:
-        """The embeddings of texts, or of lists of token ids, in order. The checkpoint says how its
-        states are pooled. `dimensions`: the first so many values, for models that are trained for
-        it. Raises as `generate`."""
+        """Return the embeddings of texts, or of lists of token ids, in order. The checkpoint says
+        how states are pooled. `dimensions` is the number of first values to return, for models that
+        are trained for it. Raises errors as `generate` does."""
         requests = [
             api.EmbeddingRequest(_api_prompt(prompt), dimensions=dimensions)
             for prompt in _prompts(prompts)
@@ -162,7 +160,7 @@ class LLM:
     def score(
         self, texts: str | Sequence[str], others: str | Sequence[str], *, use_tqdm: bool = True
     ) -> list[float]:
-        """The cosine similarities of pairs of texts. One text is compared with all `others`."""
+        """Return the cosine similarities of pairs of texts, or of one text with all `others`."""
         left = [texts] if isinstance(texts, str) else list(texts)
         right = [others] if isinstance(others, str) else list(others)
         if len(left) not in (1, len(right)):
@@ -175,7 +173,7 @@ class LLM:
         return [sum(map(mul, one, other)) for one, other in pairs]
 
     def close(self) -> None:
-        """Free the model and the pool. May be called again."""
+        """Free the model and the pool. A second call does nothing."""
         if os.getpid() != self._pid or self._loop.is_closed():
             return  # a forked child has neither the thread nor the pool
         self._thread.submit(self._loop.run_until_complete, self.engine.close()).result()
@@ -190,8 +188,8 @@ class LLM:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that uses the engine, and return its result. Calls of several threads run
-        one after another. Raises ServerError if the engine fails meanwhile, or is closed, and in a
-        forked child, where no thread runs it."""
+        one after another. Raises ServerError if the engine fails meanwhile or is closed, or in a
+        forked child, which has no thread for the engine."""
         if os.getpid() != self._pid:
             work.close()
             raise ServerError(
@@ -216,7 +214,7 @@ class LLM:
         sampling_params: Sampling | Sequence[Sampling] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[GenerationRequest]:
-        """One request for each prompt. The adapters that they name are loaded."""
+        """Load the adapters of `lora_request`, and return one request for each prompt."""
         number = len(prompts)
         samplings = _one_each("sampling parameters", Sampling, sampling_params, number)
         loras = _one_each("LoRA requests", LoRARequest, lora_request, number)
@@ -281,7 +279,7 @@ class LLM:
 
 @contextmanager
 def _domain_errors() -> Iterator[None]:
-    """Raises errors of the services as those of the client library."""
+    """Raises an error of the services as an error of the client library."""
     try:
         yield
     except DomainError as error:
@@ -346,11 +344,12 @@ def _requested(sampling: Sampling) -> RequestedSampling:
 def _choice(index: int, transcript: Transcript, has_message: bool) -> Choice:
     text, last = transcript.text, transcript.last
     assert last is not None
+    assert last.finish_reason is not None
     return Choice(
         index=index,
         text=text,
         token_ids=tuple(transcript.token_ids),
-        finish_reason=cast("FinishReason", last.finish_reason).value,
+        finish_reason=last.finish_reason.value,
         stopped_by=last.stopped_by,
         logprobs=_logprobs(transcript.logprobs),
         score=last.score,

@@ -38,7 +38,7 @@ def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None
     `policy` interleaves the pages of the whole file; None: a page is on the node of the thread
     that allocates it.
 
-    StartupError: the file system has too little space; then the file is removed.
+    Raises StartupError if the file system has too little space, and then removes the file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -59,8 +59,8 @@ def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
     """Allocate the rest of the file in pieces, until `is_stopped` returns true.
 
     Other processes may use the file meanwhile, or complete it too: allocated pieces stay as they
-    are, so a process can continue what another one began. StartupError: the file system has too
-    little space left.
+    are, so a process can continue what another one began. Raises StartupError if the file system
+    has too little space left.
     """
     num_bytes = path.stat().st_size
     try:
@@ -80,7 +80,7 @@ def missing_bytes(path: Path) -> int:
 
 
 def _allocate(fd: int, start: int, num_bytes: int) -> None:
-    """Allocate a range of the file. OSError: no space, or the file system cannot allocate."""
+    """Allocate a range of the file. Raises OSError without space, or if allocation is refused."""
     while _fallocate(fd, 0, start, num_bytes) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:

@@ -21,25 +21,24 @@ class BadHeader(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """The content of header.json.
-
-    `run_id`: of the Redis server that has the pool's ledger; a server with another one has lost the
-    ledger. `ledger_epoch`: 1 + the number of times that the ledger was lost. `colder_of`: set if
-    this is a swap pool: the pool whose blocks are swapped to it. `gpu_uuids`: the GPU that has the
-    arena of each rank; empty for files. `memory_bytes`: the size of an arena's allocation, which
-    may be more than its blocks take.
-    """
+    """The content of header.json."""
 
     pool_id: str
     run_id: str
+    """The run id of the Redis server with the pool's ledger; a server with another id has lost
+    it."""
     layout: PoolLayout
     num_blocks: int
     watermark_blocks: int
     colder_of: str | None = None
+    """The pool that swaps its blocks to this pool; None if this is no swap pool."""
     ledger_epoch: int = 1
+    """1 + the number of times that the ledger was lost."""
     kind: ArenaKind = "file"
     gpu_uuids: tuple[str, ...] = ()
+    """The GPU that has the arena of each rank; empty for files."""
     memory_bytes: int = 0
+    """The size of an arena's allocation, which may be more than its blocks take."""
 
     @property
     def spec(self) -> PoolSpec:
@@ -75,7 +74,7 @@ class PoolHeader:
 
     @classmethod
     def parse(cls, text: bytes, name: str = "header") -> "PoolHeader":
-        """BadHeader: it is invalid. `name`: of the header, for the error."""
+        """Raises BadHeader if it is invalid. `name` names the header in the error."""
         try:
             return _ADAPTER.validate_json(text, strict=True)
         except ValidationError as error:

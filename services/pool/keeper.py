@@ -41,7 +41,8 @@ _RETRY_S = 0.1
 
 
 class KeeperRefusal(Exception):
-    """The keeper refuses a worker; the text says why. `is_final`: a later call cannot succeed."""
+    """The keeper refuses a worker; the text says why. If it `is_final`, a later call cannot
+    succeed."""
 
     def __init__(self, text: str, is_final: bool) -> None:
         super().__init__(text)
@@ -67,7 +68,7 @@ class Registration:
 
     @classmethod
     def decode(cls, data: bytes) -> "Registration":
-        """ValueError: it is not a registration."""
+        """Raises ValueError if the message is not a registration."""
         fields = json.loads(data)
         if not isinstance(fields, dict) or set(fields) != {"pool_id", "worker_id", "gpu_uuids"}:
             raise ValueError(f"not a registration: {data[:100]!r}")
@@ -97,7 +98,7 @@ class Message(Protocol):
 
 class KeptMemory:
     """A worker's registration at the keeper, and the descriptors that it brings again: `fds`, of
-    each rank's memory; a mover has none. `pids`: of the other ranks."""
+    each rank's memory; a mover has none. `pids` are of the other ranks."""
 
     def __init__(
         self,
@@ -169,11 +170,11 @@ def register(
     """Register this process as a worker on a pool in the memory of GPUs, or as a pool's mover.
     Blocks.
 
-    `memory`: of all ranks, if this worker made it; the caller keeps these descriptors. `is_live`:
-    whether another worker may bring the memory. `pids`: of the worker's other ranks.
+    `memory` is of all ranks, if this worker made it; the caller keeps these descriptors. `is_live`
+    tells whether another worker may bring the memory. `pids` are of the worker's other ranks.
 
-    StartupError: the block manager refuses, or does not answer in time. PoolGone: the pool has no
-    other worker, and the keeper does not have its memory.
+    Raises StartupError if the block manager refuses or does not answer in time, and PoolGone if the
+    pool has no other worker and the keeper does not have its memory.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -251,8 +252,8 @@ def _exchange(
 
 
 def pool_of(root: Path, registration: Registration) -> PoolDirectory:
-    """The directory that the registration names. ValueError: the names are no names of a pool and a
-    worker on it."""
+    """The directory that the registration names. Raises ValueError if these are not the names of a
+    pool and of a worker on it."""
     for name in (registration.pool_id, registration.worker_id):
         if not name or name.startswith(".") or "/" in name:
             raise ValueError(f"{name!r} is not a name")

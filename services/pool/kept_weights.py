@@ -29,7 +29,7 @@ _TURN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WeightsKey:
-    """Names weights by everything that their bytes depend on. `num_bytes`: 0 until they are
+    """Names weights by everything that their bytes depend on. `num_bytes` is 0 until they are
     sealed."""
 
     weights: str
@@ -45,7 +45,7 @@ class WeightsKey:
 
     @classmethod
     def decode(cls, data: bytes) -> "WeightsKey | None":
-        """None: the message is another one. ValueError: it is none at all."""
+        """Returns None for another message. Raises ValueError if this is no message at all."""
         fields = json.loads(data)
         if not isinstance(fields, dict) or set(fields) != {"weights", "gpu_uuid", "num_bytes"}:
             return None
@@ -53,12 +53,12 @@ class WeightsKey:
 
 
 class WeightsClaim:
-    """A worker's claim on weights. `found`: the descriptor and size of sealed memory; None: this
-    worker has to fill memory, and to `seal` it. Until then, or `close`, others wait for it."""
+    """A worker's claim on weights. `found` is the descriptor and size of sealed memory; None if
+    this worker has to fill memory, and to `seal` it. Until then, or `close`, others wait for it."""
 
     def __init__(self, root: Path, key: WeightsKey, progress: Callable[[], None]) -> None:
-        """Waits while another worker fills; `progress` may raise. StartupError: there is no keeper,
-        or it went away."""
+        """Waits while another worker fills; `progress` may raise. Raises StartupError if there is
+        no keeper, or if the keeper has gone away."""
         self._root, self._key, self._progress = root, key, progress
         self._connection = self._connect()
         try:

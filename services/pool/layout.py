@@ -18,7 +18,7 @@ SCALE_BYTES = 4
 class PoolLayout:
     """The layout of one model's KV, block-major: a block is `block_bytes` contiguous bytes.
 
-    `dtype`: that of keys and values. With several ranks there is an arena for each, with
+    `dtype` is of keys and values. With several ranks there is an arena for each, with
     `num_kv_heads` heads and `block_bytes` of each block.
     """
 

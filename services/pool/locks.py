@@ -34,7 +34,7 @@ class WorkerLock:
     @classmethod
     def create(cls, path: Path) -> "WorkerLock":
         """Create a file that is locked before it gets its name, so no process ever sees it
-        unlocked. FileExistsError: the name exists."""
+        unlocked. Raises FileExistsError if the name exists."""
         unseen = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         fd = os.open(unseen, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -118,7 +118,7 @@ async def wait_until_dropped(path: Path) -> WorkerLock:
     """Wait until a worker is dead and return its lock, which the caller then holds.
 
     A thread blocks in flock, so this returns within milliseconds of the death. If the lock
-    `is_unlinked`, nothing is left to reap. FileNotFoundError: the file does not exist.
+    `is_unlinked`, nothing is left to reap. Raises FileNotFoundError if the file does not exist.
     """
     return WorkerLock(path, await _flock(os.open(path, _OPEN)))
 

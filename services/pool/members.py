@@ -33,8 +33,8 @@ async def register_member(
     lock: WorkerLock,
 ) -> None:
     """Register a member that has locked its file. If the store, whose run id is `run_id`, has lost
-    the ledger, its recovery begins. StartupError: the pool refuses the member. Also raises the
-    store's errors and PoolGone."""
+    the ledger, its recovery begins. Raises StartupError if the pool refuses the member. Also raises
+    the store's errors and PoolGone."""
 
     def own(holder_id: str, block_ids: Sequence[int]) -> None:
         """Stamp new blocks with their holder. Not if the member was marked as fenced or has left

@@ -37,7 +37,7 @@ class PoolRecovery:
     async def begin(self, store: BlockStore, run_id: str) -> None:
         """Make the pool again, unless the server, whose run id is `run_id`, has its current ledger.
 
-        PoolGone: the pool's directory is gone. Raises the store's errors too.
+        Raises PoolGone if the pool's directory is gone, and the store's errors.
         """
         async with self._locked_header() as header:
             if await _is_known(store, header):
@@ -57,7 +57,7 @@ class PoolRecovery:
     async def finish(self, store: BlockStore) -> None:
         """Restore the content of the blocks and reopen the pool, unless a worker is still missing.
 
-        PoolGone: the pool's directory is gone. Raises the store's errors too.
+        Raises PoolGone if the pool's directory is gone, and the store's errors.
         """
         async with self._locked_header() as header:
             stats = await store.stats(header.pool_id)

@@ -20,7 +20,7 @@ _UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def format_size(num_bytes: int) -> str:
-    """A readable and exact text: "1.50 GiB (1610612736 bytes)"."""
+    """Return a readable and exact text: "1.50 GiB (1610612736 bytes)"."""
     for unit, size in _UNITS.items():
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit} ({num_bytes} bytes)"
@@ -29,18 +29,16 @@ def format_size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that a pool and the host's workers need.
-
-    `pool_bytes`: the size that the user has set; None: by measurement. `num_expected_workers`: all
-    workers of the host, with this one. `weight_bytes`: the weights that each of the other workers
-    will still load. `activation_bytes`: the peak of each worker, this one included, beyond its
-    weights. `arena`: the NUMA nodes of a new pool's arena.
-    """
+    """The memory that a pool and the host's workers need."""
 
     pool_bytes: int | None
+    """The size that the user has set; None takes half of the free memory."""
     num_expected_workers: int = 1
+    """The workers of the host, with this one."""
     weight_bytes: int = 0
+    """The weights that each of the other workers will still load."""
     activation_bytes: int = 0
+    """The peak of each worker beyond its weights."""
     arena: InterleavePolicy | None = field(default=None, compare=False)
 
     @property
@@ -68,10 +66,10 @@ def check_capacity(asked_bytes: int, root: Path) -> None:
 def num_blocks_for(
     plan: MemoryPlan, bytes_per_block: int, available: int, where: str = "this host"
 ) -> int:
-    """The number of blocks that fit. `bytes_per_block`: of a block, and of its stamp if that takes
-    memory of the same kind. `where` the memory is: for errors.
+    """Return the number of blocks that fit. `bytes_per_block` includes the stamp of a block if it
+    takes memory of the same kind. `where` names the place of the memory in errors.
 
-    StartupError, with the numbers: the set size is not available, or fewer than MIN_BLOCKS fit.
+    Raises StartupError if the set size is not available, or if fewer than MIN_BLOCKS fit.
     """
     if plan.pool_bytes is not None and plan.pool_bytes > available:
         raise StartupError(

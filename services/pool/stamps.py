@@ -42,7 +42,7 @@ class StampState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One record. `owner`: an `owner_token`. The fields behind it are valid only if the state is
+    """One record. `owner` is an `owner_token`. The fields behind it are valid only if the state is
     COMMITTED."""
 
     state: StampState
@@ -106,8 +106,9 @@ class Stamps:
         """Stamp a block as COMMITTED: its KV is complete and is never written again.
 
         The caller first makes sure that the KV is written (on a GPU by an event), and calls the
-        store's `commit` afterwards. `token_ids`: exactly block_size. A second call with the same
-        content changes nothing. ValueError: the block is not PRIVATE, or a length is wrong.
+        store's `commit` afterwards. `token_ids` are exactly block_size. A second call with equal
+        content changes nothing. Raises ValueError if the block is not PRIVATE, or a length is
+        wrong.
         """
         fields = prefix_hash + parent + array("I", token_ids).tobytes()
         if len(fields) != self._fields_bytes:
@@ -141,9 +142,9 @@ class Stamps:
         """The index of the first adopted block whose stamp is not exactly as expected; None if all
         stamps match.
 
-        `block_ids`: in sequence order. `parent`: the hash of the block before them (the root hash
-        at the start of a prompt). `hashes`: of these blocks. `token_ids`: of all these blocks,
-        len(block_ids) * block_size. ValueError: the lengths do not match.
+        `block_ids` are in sequence order, `hashes` and the len(block_ids) * block_size `token_ids`
+        are of these blocks, and `parent` is the hash of the block before them (the root hash at the
+        start of a prompt). Raises ValueError if the lengths do not match.
         """
         tokens = memoryview(array("I", token_ids)).cast("B")
         num_token_bytes = 4 * self._block_size

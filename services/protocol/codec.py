@@ -1,7 +1,8 @@
 """Converts tickets, their states, logprobs and loads to protobuf messages and back.
 
 A worker checks the ticket that it receives: a malformed ticket raises InvalidRequest here, before
-the worker reads wrong memory. A gateway takes what its authenticated workers say of a request.
+the worker reads wrong memory. A gateway checks no message of a worker, since workers prove that
+they know the deployment's secret.
 """
 
 import math
@@ -34,7 +35,7 @@ _MAX_EPOCH = 1 << 53
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 320
-"""256 characters of the client's id, and what the gateway adds to it."""
+"""The client's id has at most 256 characters; the gateway adds the others."""
 
 _PLAIN_OF_TICKET = (
     "request_id",
@@ -60,7 +61,7 @@ _PLAIN_OF_STATE = (
 )
 _ADAPTER = ("name", "path", "digest")
 _LOAD = tuple(field.name for field in fields(Load))
-"""Fields that are equal in the dataclass and in the message."""
+"""Each tuple names fields that are equal in the dataclass and in the message."""
 
 
 def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
@@ -81,7 +82,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
     require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
     indices = [sequence.index for sequence in message.sequences]
     require(indices == sorted(set(indices)), "sequence indices are not ascending")
-    require(max(indices, default=0) < MAX_SEQUENCES, f"no sequence has index {indices[-1:]}")
+    require(indices[-1] < MAX_SEQUENCES, f"a sequence has index {indices[-1]}")
     return Ticket(
         **values(message, _PLAIN_OF_TICKET),
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -144,8 +145,8 @@ def check_request_id(request_id: str) -> None:
 
 
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
-    """Return the reason, or None while the sequence runs. Raises InvalidRequest if a client sends
-    an unknown one."""
+    """Return the reason, or None while the sequence runs. Raises InvalidRequest if the number is
+    unknown."""
     return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 
@@ -168,8 +169,8 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
 
 
 def _checked_beams(message: ticket_pb2.Ticket) -> BeamState | None:
-    """Check and convert the state of a beam search. The sequences of the ticket must be its living
-    beams."""
+    """Check and convert the state of a beam search. The ticket's sequences must be the beams that
+    have not finished."""
     if not message.HasField("beams"):
         begun = len(message.sequences) > 1 or any(one.token_ids for one in message.sequences)
         is_search = message.sampling.HasField("beam")

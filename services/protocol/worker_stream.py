@@ -28,7 +28,7 @@ class StreamEnded(Exception):
 
 
 class StreamType:
-    """One of the two worker streams. `method`: the full name of its RPC. `add`: adds a service, an
+    """One of the two worker streams. `method` is the full name of its RPC. `add` adds a service, an
     object with a method `Connect`, to a server."""
 
     def __init__(self, name: str, messages: Any, services: Any) -> None:

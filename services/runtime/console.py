@@ -33,7 +33,7 @@ _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
 class LineRenderer:
-    """Renders an event as one line, and its traceback below it. `has_time`: False if the reader
+    """Renders an event as one line, and its traceback below it. `has_time` is False if the reader
     adds the time, as the supervisor of `quire serve` does."""
 
     def __init__(self, *, has_time: bool, has_colours: bool) -> None:

@@ -49,7 +49,7 @@ def metrics_endpoint(
     """Serves `/metrics`, and `/health` if there is a `health`, from a thread of its own; yields the
     port. Without `metrics_port`, yields None, and serves `metrics_socket` if there is one.
 
-    StartupError: the service cannot listen there.
+    Raises StartupError if the service cannot listen there.
     """
     if settings.metrics_port is None:
         path = settings.metrics_socket

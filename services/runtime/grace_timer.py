@@ -12,7 +12,7 @@ class GraceTimer(Generic[T]):
 
     If the pause between two checks is longer than the limit (and than 1 s), all times start again:
     time in which this process made no check, perhaps because it did not run, does not count.
-    `clock`: seconds from any origin.
+    `clock` returns seconds from any origin.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,8 +26,8 @@ class GraceTimer(Generic[T]):
         return bool(self._since)
 
     def check(self, names: Iterable[T]) -> set[T]:
-        """Check once. `names`: everything that is wrong now. Returns those that were wrong in every
-        check for at least the limit."""
+        """Check once. `names` are wrong now. Returns the names that were wrong in every check for
+        at least the limit."""
         now = self._clock()
         if now - self._checked_at > max(self._limit_s, 1.0):
             self._since.clear()

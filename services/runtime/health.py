@@ -7,7 +7,7 @@ _LIMIT_S = 2.0
 
 
 class Health:
-    """Made in the service's event loop, asked by other threads."""
+    """Create it in the service's event loop; other threads may ask it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

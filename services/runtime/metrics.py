@@ -247,7 +247,7 @@ class PoolMetrics:
 
 
 class MoverMetrics:
-    """The metrics of movers. `source`: the id of the pool that is read."""
+    """The metrics of movers. `source` is the id of the pool that is read."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make = _Make(registry, "source")

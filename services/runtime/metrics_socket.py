@@ -33,7 +33,7 @@ _NUM_AT_ONCE = 16
 def metrics_socket(path: Path, registry: CollectorRegistry) -> Iterator[None]:
     """Write the metrics to everybody who connects to `path`, from a thread of its own.
 
-    StartupError: the service cannot listen there.
+    Raises StartupError if the service cannot listen there.
     """
     path.unlink(missing_ok=True)
     try:
@@ -101,7 +101,7 @@ def _families(path: Path) -> list[Metric]:
 
 
 def _read(path: Path) -> str:
-    """All that a service writes. OSError: it does not, or too slowly, or too much."""
+    """Return all that a service writes. Raises OSError if it fails, or is too slow or too long."""
     content = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_LIMIT_S)

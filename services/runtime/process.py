@@ -52,8 +52,8 @@ def run_service(
     module: str = "",
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Run `serve(settings, stop)` to its end and exit the process. `module`, `arguments`: the words
-    of the command line, if `module` is not the service's name.
+    """Run `serve(settings, stop)` to its end and exit the process. `module` and `arguments` are the
+    words of the command line, if `module` is not the service's name.
 
     The first SIGTERM or SIGINT sets `stop`, a second one cancels `serve`. A process that has not
     ended `stop_grace_s` after the first signal exits at once.
@@ -91,8 +91,8 @@ async def retry_until_available(
 ) -> T:
     """Call `connect` again while it raises StoreUnavailable; returns its result.
 
-    `server`: the server's name, for errors. StartupError: `connect` has not succeeded within
-    `timeout_s`, or Quire cannot use the server.
+    `server` is the server's name, for errors. Raises StartupError if `connect` has not succeeded
+    within `timeout_s`, or Quire cannot use the server.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

@@ -25,9 +25,9 @@ async def connect(
 ) -> tuple[RedisStore, RedisRegistry]:
     """Connect to the block store and the registry at `redis_url`; `stack` closes both.
 
-    `store_retry_for_s`, `registry_retry_for_s`: how long each repeats a call that gets no answer.
-    `patience_s`: how long to wait for Redis; default: `redis_patience_s` of the settings.
-    StartupError: Redis has not answered by then, or cannot serve as a block store.
+    Store and registry repeat a call without an answer for `store_retry_for_s` and
+    `registry_retry_for_s`. Raises StartupError if Redis has not answered in `patience_s` (by
+    default `redis_patience_s` of the settings), or cannot serve as a block store.
     """
     url = connection_url(settings)
     patience_s = settings.redis_patience_s if patience_s is None else patience_s
@@ -51,8 +51,8 @@ async def open_registry(
 ) -> RedisRegistry:
     """Open the deployment's registry, whose entries are signed with the deployment's secret.
 
-    `on_refused`: called with the member id of an entry without a valid signature. Raises
-    StoreUnavailable, StoreUnsuitable, StartupError.
+    `on_refused` gets the member id of an entry without a valid signature. Raises StoreUnavailable,
+    StoreUnsuitable, StartupError.
     """
 
     def refused(member_id: str) -> None:
@@ -67,8 +67,8 @@ async def open_registry(
 
 
 def connection_url(settings: ServiceSettings) -> str:
-    """`redis_url` with the password from `redis_password_file`; must not be logged. StartupError:
-    there are two passwords, or the file is unreadable or empty."""
+    """Return `redis_url` with the password from `redis_password_file`, which must not be logged.
+    Raises StartupError if there are two passwords, or the file is unreadable or empty."""
     url, file = settings.redis_url, settings.redis_password_file
     if file is None:
         return url

@@ -15,7 +15,7 @@ log = get_logger(__name__)
 class RegistryHeartbeat:
     """Writes the service's entry into the registry every `interval_s`.
 
-    `describe`: returns the entry with the current state and load. `ttl_s`: how long the entry stays
+    `describe` returns the entry with the current state and load. The entry stays for `ttl_s`
     without renewal.
     """
 
@@ -39,8 +39,8 @@ class RegistryHeartbeat:
     async def keep(self) -> NoReturn:
         """Announce until cancelled, then withdraw.
 
-        If the server does not answer, this logs a warning and tries again. StoreLost: the server
-        has lost its data, so a retry cannot help.
+        If the server does not answer, this logs a warning and tries again. Raises StoreLost if the
+        server has lost its data, so a retry cannot help.
         """
         try:
             while True:

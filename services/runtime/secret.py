@@ -26,10 +26,10 @@ FILE_NAME = "secret"
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The secret, and the keys derived from it. `root`: the secret itself, which `repr` does not
-    show."""
+    """The secret, and the keys derived from it."""
 
     root: bytes = field(repr=False)
+    """The secret itself, which `repr` does not show."""
 
     @property
     def registry_key(self) -> bytes:
@@ -46,8 +46,8 @@ class Secret:
 def deployment_secret(settings: ServiceSettings) -> Secret:
     """The secret from the settings, or from the run directory.
 
-    StartupError: the secret is set twice, is empty or too short, or its file is unreadable; a file
-    in the run directory must also belong to this user, with mode 0600.
+    Raises StartupError if the secret is set twice, is empty or too short, or if its file is
+    unreadable; a file in the run directory must also belong to this user, with mode 0600.
     """
     name = f"{env_prefix(type(settings))}SECRET"
     configured, file = settings.secret, settings.secret_file
@@ -83,8 +83,8 @@ def shared_secret(path: Path) -> bytes:
 
 
 def _read_own(path: Path) -> bytes:
-    """The content of a secret file. StartupError: the file belongs to another user, who may know or
-    change it, or other users may read it."""
+    """The content of a secret file. Raises StartupError if the file belongs to another user, or if
+    other users may read it."""
     try:
         # The check uses the open descriptor, so it concerns the file that is read. Links are
         # refused: another user could have made one.

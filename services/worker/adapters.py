@@ -20,8 +20,8 @@ log = get_logger(__name__)
 
 
 class WorkerAdapters:
-    """Keeps the `max_loras` adapters that were used last, and those that requests here use.
-    `load`: `Model.load_adapter`, or that of all ranks."""
+    """Keeps the `max_loras` adapters that were used last, and those that requests here use. `load`
+    is `Model.load_adapter`, or the same of all ranks."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class WorkerAdapters:
         return found
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
-        """Load the adapter in a thread, unless it is loaded. InvalidRequest: its files are not
-        there, are not those that the gateway has seen, or do not fit the model."""
+        """Load the adapter in a thread, unless it is loaded. Raises InvalidRequest if the files are
+        not there, differ from the files that the gateway has seen, or do not fit the model."""
         async with self._loading:
             if (found := self.get(adapter)) is not None:
                 return found

@@ -52,8 +52,8 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     @model_validator(mode="before")
     @classmethod
     def _find_demo(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values with the file of the model `demo`. Only the backend cpu computes with its
-        quantized weights; for others they are dequantized."""
+        """Put the file of the model `demo` into the values. Only the backend cpu computes with its
+        quantized weights; other backends get them dequantized."""
         if str(values.get("model")) != DEMO:
             return values
         try:
@@ -82,18 +82,12 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of each rank: the named ones, or from the named one on. StartupError: their number is
-        wrong."""
-        size, names = self.tensor_parallel_size, self.device.split(",")
-        if len(names) == 1:
-            kind, _, first = self.device.partition(":")
-            return tuple(f"{kind}:{int(first) + i}" if first else kind for i in range(size))
-        if len(names) != size:
-            raise StartupError(
-                f"device {self.device} names {len(names)} GPUs, and tensor_parallel_size is "
-                f"{size}: name one for each rank, or the first one only"
-            )
-        return tuple(names)
+        """The device of each rank: the named devices, or the named one and those that follow."""
+        if "," in self.device:
+            return tuple(self.device.split(","))
+        kind, _, first = self.device.partition(":")
+        ranks = range(self.tensor_parallel_size)
+        return tuple(f"{kind}:{int(first) + rank}" if first else kind for rank in ranks)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -118,7 +112,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of PyTorch: 1 beside the native kernels, which have threads of their own."""
+        """The threads of PyTorch: 1 beside the native kernels, which have threads of their own."""
         return 1 if self.kernels == "cpu" else self.threads
 
     @property
@@ -128,7 +122,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         return self.max_num_batched_tokens or max(default, self.max_num_seqs)
 
     def computed_kind(self, config: ModelConfig) -> StoredKind | Quantization | None:
-        """The kind of the model's quantized linears; None: they compute in floating point."""
+        """The kind of the model's quantized linears; None if they compute in floating point."""
         return computed_kind(config.quantization, self.dtype, self.quantize)
 
     def is_dequantized(self, config: ModelConfig) -> bool:
@@ -137,7 +131,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     @property
     def kind_to_make(self) -> Quantization | None:
-        """The kind to which linears in floating point are quantized; None: they are not."""
+        """The kind to which linears in floating point are quantized; None if they are not."""
         return kind_to_make(self.quantize)
 
     @property
@@ -146,20 +140,20 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     @property
     def pool_bytes(self) -> int | None:
-        """None: half of the memory that is free beside the weights."""
+        """The size of the pool; None takes half of the memory that is free beside the weights."""
         return _parse_bytes("pool_memory", self.pool_memory)
 
     @property
     def swap_bytes(self) -> int | None:
-        """None: no swap pool."""
+        """The size of the swap pool; None if there is none."""
         num_bytes = _parse_bytes("swap_memory", self.swap_memory)
         if self.preemption == "swap" and num_bytes is None:
             raise StartupError("preemption is swap, but there is no swap_memory to swap to")
         return None if self.preemption == "recompute" else num_bytes
 
     def check(self) -> None:
-        """Raises StartupError if there is no checkpoint, or one for which these settings cannot be:
-        ranks, quantization, context, draft model, a pool without room or without memory."""
+        """Raises StartupError if there is no checkpoint, if these settings do not fit it (ranks,
+        quantization, context, draft model), or if the pool has no room or no memory."""
         check_tracing(self)
         self.check_speculation()
         config = read_model_config(self.model).for_context(self.max_model_len)
@@ -182,8 +176,8 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
             )
 
     def check_draft(self, config: ModelConfig) -> ModelConfig | None:
-        """The configuration of the draft model, if there is to be one. StartupError: it does not
-        fit to the model."""
+        """Return the configuration of the draft model, or None without one. Raises StartupError if
+        it does not fit the model."""
         speculative = self.speculative_config
         if speculative is None or speculative.model is None:
             return None
@@ -196,11 +190,17 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     def check_ranks(self, config: ModelConfig) -> None:
         """Raises StartupError if this model cannot be divided among the ranks."""
         check_shards(config, self.tensor_parallel_size)
-        _ = self.devices
-        if self.tensor_parallel_size == 1:
-            return
-        if self.kind_to_make:
+        self.check_devices()
+        if self.tensor_parallel_size > 1 and self.kind_to_make:
             raise refuse_kind(self.tensor_parallel_size, self.kind_to_make)
+
+    def check_devices(self) -> None:
+        """Raises StartupError if `device` does not name one for each rank, or the first one."""
+        if (number := len(self.devices)) != self.tensor_parallel_size:
+            raise StartupError(
+                f"device {self.device} names {number} GPUs, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: name one for each rank, or the first one only"
+            )
 
 
 class PrefillSettings(WorkerSettings):

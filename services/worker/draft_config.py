@@ -12,7 +12,7 @@ def draft_config(draft: Path, target: Path, config: ModelConfig, context: int) -
     """The configuration of a draft model for a target with this configuration, whose sequences have
     at most `context` tokens. A draft model of a shorter context is used up to its end.
 
-    StartupError: Quire cannot compute the draft model, or its tokens are not the target's.
+    Raises StartupError if Quire cannot compute the draft model, or if it has other tokens.
     """
     found = check_weights(draft)
     if found.vocab_size != config.vocab_size:

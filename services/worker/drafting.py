@@ -33,14 +33,15 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A draft model that can be loaded. `num_blocks`: of its KV in each decode worker. `context`:
-    the most positions of a sequence that gets drafts."""
+    """A draft model that can be loaded."""
 
     directory: Path
     config: ModelConfig
     layout: PoolLayout
     num_blocks: int
+    """The number of blocks for its KV in each decode worker."""
     context: int
+    """The most positions of a sequence that gets drafts."""
 
     @property
     def kv_bytes(self) -> int:
@@ -54,7 +55,7 @@ class LoadedDraft:
     ops: kvops.Backend
 
     def drafter(self, launch_on: Callable[[Runner], Launch], max_rows: int) -> DraftModel:
-        """A drafter with KV of its own. `launch_on`: how its runner gets the worker's device."""
+        """A drafter with KV of its own. `launch_on` gives the worker's device to its runner."""
         layout, num_blocks = self.plan.layout, self.plan.num_blocks
         kv = KVPool.private(layout, num_blocks, "cpu").kv
         runner = Runner(self.model, kv, layout.block_size, self.ops)
@@ -68,7 +69,7 @@ class LoadedDraft:
 def plan_draft(
     settings: WorkerSettings, config: ModelConfig, kv_dtype: KVDtype
 ) -> DraftPlan | None:
-    """None: the settings have no draft model. StartupError: this draft model cannot be."""
+    """Plan the draft model; None without one. Raises StartupError if it does not fit."""
     speculative, found = settings.speculative_config, settings.check_draft(config)
     if speculative is None or speculative.model is None or found is None:
         return None

@@ -64,7 +64,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     """Load the model. Blocks the thread until the weights are read, and calls `progress` several
     times a second, which may raise to stop the load. Raises StartupError.
 
-    `place`: None if the worker divides no CPUs with others.
+    `place` is None if the worker divides no CPUs with others.
     """
     return _Load(settings, progress, place).load()
 
@@ -217,8 +217,8 @@ class _Load:
         return settings.tensor_parallel_size * plan.pool
 
     def _backend(self) -> kvops.Backend:
-        """StartupError: it cannot run here, or does not serve the device or the model's
-        attention."""
+        """Raises StartupError if the backend cannot run here, or does not serve the device or the
+        model's attention."""
         settings, device = self.settings, self.device
         try:
             part = Shard(self.config, 0, settings.tensor_parallel_size).own_config
@@ -288,7 +288,8 @@ def new_runner(
 
 
 def _chosen_backend(settings: WorkerSettings, shape: kvops.AttentionShape) -> kvops.Backend:
-    """BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
+    """Raises BackendUnavailable if the backend cannot run here, and ValueError if it does not serve
+    the shape."""
     if settings.kernels == "triton":
         backend, reason = kvops.choose_attention(_attention(settings), shape)
         log.info("attention_chosen", backend=backend.name, reason=reason)
@@ -305,8 +306,8 @@ def _chosen_backend(settings: WorkerSettings, shape: kvops.AttentionShape) -> kv
 
 
 def _attention(settings: WorkerSettings) -> str:
-    """The library that computes attention beside the backend triton. ValueError: it does not serve
-    graphs."""
+    """The library that computes attention beside the backend triton. Raises ValueError if the
+    library does not serve graphs."""
     attention = settings.attention
     if attention == "reference" and not settings.enforce_eager:
         raise ValueError(

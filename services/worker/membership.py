@@ -54,10 +54,7 @@ _LOSS_CHECK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One worker's membership in one pool: its mappings, and its lock, held while it lives.
-
-    `kept`: its registration at the keeper, if the pool is on a GPU.
-    """
+    """One worker's membership in one pool: its mappings, and its lock, held while it lives."""
 
     store: BlockStore
     directory: PoolDirectory
@@ -67,6 +64,7 @@ class Membership:
     pool: KVPool
     stamps: Stamps
     kept: KeptMemory | None = None
+    """The worker's registration at the keeper, if the pool is on a GPU."""
 
     @property
     def spec(self) -> PoolSpec:
@@ -75,8 +73,8 @@ class Membership:
     async def complete_memory(self) -> None:
         """Allocate the memory of the pool that `join` did not allocate, while the worker serves.
 
-        Every worker of the pool does this, so that the death of one does not stop it. StartupError:
-        the memory is no longer available.
+        Every worker of the pool does this, so that the death of one does not stop it. Raises
+        StartupError if the memory is no longer available.
         """
         stopped = threading.Event()
         # Not asyncio's pool: the nice value belongs to a thread, and can only rise.
@@ -97,8 +95,8 @@ class Membership:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def watch_memory(self) -> None:
-        """On a GPU: stay registered at the keeper. PoolGone: a worker of the pool has found that
-        the GPU's memory is lost."""
+        """On a GPU, stay registered at the keeper. Raises PoolGone if a worker of the pool has
+        found that the GPU's memory is lost."""
         if self.kept is None:
             return
         async with asyncio.TaskGroup() as tasks:
@@ -151,13 +149,13 @@ async def join(
 ) -> Membership:
     """Join the live pool of these weights, or make it.
 
-    `run_id`: of the store. If the store has lost the ledger of a live pool, the join starts its
-    recovery. `colder_of`: the id of the pool whose swap pool is to be joined; None: an own pool.
-    `memory`: where the pool is; None: in a file.
+    `run_id` is the store's. If the store has lost the ledger of a live pool, the join starts its
+    recovery. With `colder_of`, the id of a pool, the worker joins the swap pool of that pool.
+    `memory` has the pool; None is a file.
 
-    StartupError: a live pool of the same weights has another geometry or is elsewhere, or there is
-    too little memory for a new pool. PoolGone: the pool's GPU has lost it. Also raises the store's
-    errors. A join that fails leaves nothing behind.
+    Raises StartupError if a live pool of the same weights has another geometry or is elsewhere, or
+    if there is too little memory for a new pool; PoolGone if the pool's GPU has lost it; and the
+    store's errors. A join that fails leaves nothing behind.
     """
     wanted = _WantedPool(root, layout, plan, watermark, colder_of, memory or FileMemory())
     async with host_lock(root):
@@ -231,8 +229,8 @@ class _WantedPool:
 
     def find(self) -> PoolDirectory | None:
         """The pool of this model and these weights that can be joined, if there is one. Two models
-        with the same weights have a pool each. StartupError: the pool has another geometry, or is
-        in other memory."""
+        with the same weights have a pool each. Raises StartupError if the pool has another
+        geometry, or is in other memory."""
         wanted = self.layout.model, self.layout.fingerprint, self.colder_of
         for directory in pool_directories(self.root):
             try:
@@ -248,7 +246,7 @@ class _WantedPool:
         return None
 
     def _check(self, header: PoolHeader) -> None:
-        """StartupError: the pool of these weights is not what this worker's device needs."""
+        """Raises StartupError if the pool of these weights is not for this worker's device."""
         if (header.kind, header.gpu_uuids) != (self.memory.kind, self.memory.gpu_uuids):
             raise StartupError(
                 f"pool {header.pool_id} is in {_place(header)}, and this worker's device has pools "
@@ -261,7 +259,7 @@ class _WantedPool:
             )
 
     def _check_ranks(self, header: PoolHeader) -> None:
-        """StartupError: a pool of the model is for workers of another number of ranks."""
+        """Raises StartupError if a pool of the model is for workers of another number of ranks."""
         size, own_size = header.layout.tensor_parallel_size, self.layout.tensor_parallel_size
         if header.layout.model == self.layout.model and size != own_size:
             raise StartupError(

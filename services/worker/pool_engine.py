@@ -63,7 +63,7 @@ class PoolEngine:
     def __init__(
         self, parts: WorkerParts, one_token: bool, on_outcome: Callable[[StepOutcome], None]
     ) -> None:
-        """`one_token`: see `Engine`. `on_outcome` is called in the event loop, after each step."""
+        """`one_token` is as in `Engine`. The event loop calls `on_outcome` after each step."""
         self.store, self.limits, self.metrics = parts.store, parts.limits, parts.metrics
         self.swap_pool, self.tracer = parts.swap_pool, parts.tracer
         self.adapters, self.grammars = parts.adapters, parts.grammars
@@ -148,7 +148,7 @@ class PoolEngine:
     def check_ticket(self, ticket: Ticket, num_drawn: int = 1) -> None:
         """Raises InvalidRequest if this worker cannot compute a ticket: it is for another pool, the
         ticket or its sampling parameters name a token id beyond the vocabulary, or its tokens leave
-        none to draw. `num_drawn`: how many tokens each sequence draws at least."""
+        none to draw. Each sequence draws at least `num_drawn` tokens."""
         if ticket.pool_id != self.pool_id:
             raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
         prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]

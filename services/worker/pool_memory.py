@@ -43,7 +43,7 @@ class FileMemory:
     """The GPU of each rank; empty for files."""
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
-        """The blocks of a new pool. StartupError: there is too little memory."""
+        """The blocks of a new pool. Raises StartupError if there is too little memory."""
         arenas = (path for one in pool_directories(root) for path in one.arenas)
         promised = sum(map(missing_bytes, arenas))
         available = max(0, available_bytes(root) - promised)

@@ -81,9 +81,9 @@ class WorkerProcess:
     async def serve(self, registration: Registration) -> None:
         """Join the pool, serve until `stop` or until the worker is drained, leave.
 
-        Raises if engine, pool or store are lost (PoolGone: with the GPU), and WorkerFenced or
-        UnknownWorker if the worker was fenced. When this returns or raises, no thread of the worker
-        runs or writes any more, and its locks are dropped.
+        Raises the error if engine, pool or store are lost (PoolGone with the GPU), and WorkerFenced
+        or UnknownWorker if the worker was fenced. When this returns or raises, no thread of the
+        worker runs or writes any more, and its locks are dropped.
         """
         try:
             await self._serve(registration)

@@ -37,7 +37,7 @@ def _size(unread: tuple[Fields, Then]) -> int:
 class StreamSession:
     """The `Session` of one gateway's stream: keeps the messages that are not yet written.
 
-    `peer_id`: the gateway's id.
+    `peer_id` is the gateway's id.
     """
 
     def __init__(self, peer_id: str) -> None:

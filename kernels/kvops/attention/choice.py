@@ -22,8 +22,9 @@ _HOPPER = (9, 0)
 
 
 def choose_attention(attention: str, shape: AttentionShape) -> tuple[Backend, str]:
-    """The backend with the attention that `attention`, one of `ATTENTION`, names, and why.
-    BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
+    """The backend with the attention that `attention`, one of `ATTENTION`, names, and the reason
+    for it. Raises BackendUnavailable if it cannot run here, and ValueError if it does not serve the
+    shape."""
     if attention != "auto":
         if attention not in _BACKENDS:
             raise ValueError(f"no attention {attention!r}; there are {', '.join(ATTENTION)}")

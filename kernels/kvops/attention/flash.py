@@ -26,7 +26,7 @@ class FlashKernels(TritonKernels):
     has_sinks = False
 
     def __init__(self) -> None:
-        """ValueError: this PyTorch has no paged attention."""
+        """Raises ValueError if this PyTorch has no paged attention."""
         from torch.nn.attention.varlen import varlen_attn
 
         if "block_table" not in signature(varlen_attn).parameters:
@@ -62,7 +62,7 @@ class FlashKernels(TritonKernels):
         fusions.clear_begun_blocks(kv, slot_mapping)
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
-        """ValueError: see `check_attention`."""
+        """Raises ValueError as `check_attention` does."""
         self.check_attention(AttentionShape.of_call(call))
         q, longest = call.q, call.longest_context
         keys, values = call.kv_layer.unbind(dim=1)

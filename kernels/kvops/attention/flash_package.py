@@ -1,5 +1,5 @@
 """Attention 'flash' by the package flash-attn, where it is installed: it has a kernel for decode
-steps that splits contexts. Its needs are those of PyTorch's (`kvops.attention.flash`)."""
+steps that splits contexts. It has the same limits as PyTorch's (`kvops.attention.flash`)."""
 
 import torch
 from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU machines only
@@ -17,13 +17,13 @@ class FlashPackageKernels(FlashKernels):
     has_cap = True
 
     def __init__(self) -> None:
-        """PyTorch's own attention is not used."""
+        """Skips the base class, which needs PyTorch's own attention."""
 
     def numerics(self) -> dict[str, str]:
         return {**super().numerics(), "flash_attn": __version__}
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
-        """ValueError: see `check_attention`."""
+        """Raises ValueError as `check_attention` does."""
         self.check_attention(AttentionShape.of_call(call))
         keys, values = call.kv_layer.unbind(dim=1)
         # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.

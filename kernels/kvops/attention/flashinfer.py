@@ -1,4 +1,4 @@
-"""Attention by FlashInfer; all other operations are those of the Triton backend.
+"""Attention by FlashInfer; the Triton backend has all other operations.
 
 FlashInfer takes one layer of the arena as it is, `[num_blocks, 2, page, K, D]` with a block's
 stride, and pages of any size. Its kernels are told on the host how to divide the work, once a step
@@ -40,7 +40,7 @@ class _Run:
 
 
 class FlashInferKernels(TritonKernels):
-    """`workspace`: shared by all plans, since steps follow each other on one stream."""
+    """All plans share one workspace, since steps follow each other on one stream."""
 
     name = "flashinfer"
     reads_whole_blocks = True
@@ -48,7 +48,7 @@ class FlashInferKernels(TritonKernels):
     needs_plan = True
 
     def __init__(self) -> None:
-        """ValueError: a version whose interface is another one."""
+        """Raises ValueError for a version with another interface."""
         if not flashinfer.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ValueError(
                 f"attention 'flashinfer' needs flashinfer {' or '.join(VERSIONS)}, "
@@ -83,7 +83,7 @@ class FlashInferKernels(TritonKernels):
             ) from error
 
     def _load(self, shape: AttentionShape) -> None:
-        """Load, or compile, the kernels of all steps: plan a decode step, and one of two tokens."""
+        """Load, or compile, the kernels of all steps: plan steps of one token and of two."""
         for num_tokens in (1, 2):
             begins = np.array([0, num_tokens], np.int32)
             page_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
@@ -123,7 +123,7 @@ class FlashInferKernels(TritonKernels):
     def _planned_wrapper(
         self, kind: str, window: int | None, number: int, step: AttentionStep
     ) -> Any:
-        """`number`: of the part, or the rows of the graph."""
+        """Plan a part of a step by its `number`, or a graph of `number` rows."""
         shape, key = step.shape, (kind, window, number)
         graph_rows = number if kind == "graph" else 0
         if key not in self._wrappers:
@@ -151,8 +151,8 @@ class FlashInferKernels(TritonKernels):
         return wrapper
 
     def _wrapper(self, kind: str, graph_rows: int, device: torch.device) -> Any:
-        """Decode steps are computed by the kernels that can split a context ("fa2"); for prefill
-        FlashInfer chooses those of the GPU."""
+        """Make a wrapper of the kernels that can split a context ("fa2") for decode steps, and of
+        the kernels that FlashInfer chooses for prefill."""
         if self._workspace is None:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         buffers: dict[str, Tensor] = {}
@@ -176,8 +176,8 @@ class FlashInferKernels(TritonKernels):
         )
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
-        """As planned: the lengths are those of `plan`. RuntimeError: nothing is planned for this
-        window. ValueError: another scale or soft cap than in the plan."""
+        """Compute with the lengths of `plan`. Raises RuntimeError if nothing is planned for this
+        window, and ValueError if the plan has another scale or soft cap."""
         if call.window not in self._planned:
             raise RuntimeError(f"no step is planned for layers with the window {call.window}")
         if (call.scale, call.cap) != self._scale_and_cap:
@@ -202,7 +202,7 @@ def _parts(step: AttentionStep) -> list[AttentionStep]:
     shape = step.shape
     lines = shape.num_heads // shape.num_kv_heads  # of a row, in the tile of one KV head
     tile = 16 if lines <= 16 else 64 if lines <= 64 else 128
-    # By the versions of 0.7 that count a tile for each query head; later ones need less.
+    # Some versions of 0.7 count a tile for each query head; later ones need less.
     split_bytes = 4 * shape.num_heads * tile * (shape.head_dim + 1)
     splits = -(-np.diff(step.page_begins) // _split_pages(shape))
     begins, used = [0], 0

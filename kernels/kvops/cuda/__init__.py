@@ -14,8 +14,8 @@ __all__ = ["Driver", "driver", "driver_of"]
 @cache
 def driver(device: str) -> Driver:
     """The driver of "cuda:N", or of "memfd:N": memory of the host in the place of a GPU's, for
-    tests. From the first call on, this process is on the device's list of processes.
-    BackendUnavailable: cuda-bindings is missing. DriverError: there is no such GPU."""
+    tests. From the first call on, this process is on the device's list of processes. Raises
+    BackendUnavailable without cuda-bindings, and DriverError if there is no such GPU."""
     kind, _, number = device.partition(":")
     if kind == "memfd":
         from kvops.cuda.memfd import MemfdDriver
@@ -27,7 +27,7 @@ def driver(device: str) -> Driver:
 
 
 def driver_of(uuid: str) -> Driver:
-    """The driver of the device with this UUID; otherwise as `driver`."""
+    """The driver of the device with this UUID; raises errors as `driver` does."""
     if uuid.startswith("MEMFD-"):
         return driver(f"memfd:{uuid.removeprefix('MEMFD-')}")
     from kvops.cuda.cuda_driver import number_of

@@ -15,12 +15,12 @@ _NOT_READY = 600
 """CUDA_ERROR_NOT_READY: the event has not passed."""
 
 _CANNOT_PROTECT = frozenset({1, 801})
-"""CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED: of a mapping to read only."""
+"""CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_NOT_SUPPORTED, the answers to a read-only mapping."""
 
 
 def number_of(uuid: str, bindings: ModuleType) -> int:
-    """The number of a device among those that this process sees; makes no context. DriverError:
-    it is not there."""
+    """Return the number of a device among the devices that this process sees; makes no context.
+    Raises DriverError if the device is not there."""
     (error,) = bindings.cuInit(0)
     count = 0 if int(error) else int(bindings.cuDeviceGetCount()[1])
     for number in range(count):
@@ -35,7 +35,7 @@ def _name(uuid: Any) -> str:
 
 
 class _CudaCopies:
-    """A stream of its own. `call`: calls the driver in the device's context."""
+    """Copies on a stream of its own; `call` calls the driver in the device's context."""
 
     def __init__(self, cuda: Any, call: Callable[..., Any]) -> None:
         self._cuda, self._call = cuda, call
@@ -60,11 +60,11 @@ class _CudaCopies:
 
 
 class CudaDriver:
-    """The device `number` among those that this process sees. Any thread may call it: it works in
-    the device's primary context, which is PyTorch's."""
+    """The device `number` among the devices that this process sees. Any thread may call it: it
+    works in the device's primary context, as PyTorch does."""
 
     def __init__(self, number: int, bindings: ModuleType) -> None:
-        """`bindings`: cuda.bindings.driver. DriverError: there is no such device."""
+        """`bindings` is cuda.bindings.driver. Raises DriverError if there is no such device."""
         self._cuda: Any = bindings
         self._number = number
         self._call("cuInit", 0)
@@ -87,8 +87,8 @@ class CudaDriver:
         return int(self._in_context("cuMemGetAllocationGranularity", self._properties(), wanted))
 
     def create(self, num_bytes: int) -> Any:
-        """With a fabric handle where this process may make one: it may not without an IMEX channel,
-        whatever the device says."""
+        """Make memory, with a fabric handle where this process may make one: it may not without an
+        IMEX channel, even if the device has the attribute."""
         if self._has("HANDLE_TYPE_FABRIC"):
             with suppress(DriverError):
                 return self._in_context("cuMemCreate", num_bytes, self._properties(fabric=True), 0)
@@ -111,10 +111,10 @@ class CudaDriver:
         return int(pointer)
 
     def _give_access(self, pointer: Any, num_bytes: int, writable: bool) -> None:
-        """Memory that the driver cannot protect is writable: nobody here writes it anyway."""
+        """Memory that the driver cannot protect becomes writable; nothing writes it anyway."""
         flags = self._cuda.CUmemAccess_flags
         access, properties = self._cuda.CUmemAccessDesc(), self._properties()
-        access.location = properties.location  # of an object that lives on: it is a view
+        access.location = properties.location  # a view: `properties` has to stay
         if not writable:
             access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ
             (error,) = self._cuda.cuMemSetAccess(pointer, num_bytes, [access], 1)

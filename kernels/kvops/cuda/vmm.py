@@ -47,7 +47,7 @@ class CopyQueue(Protocol):
 class Driver(Protocol):
     """The virtual memory management of one device. Handles and pointers are the driver's own.
 
-    Methods raise DriverError. `uuid`: the device's, as NVML spells it.
+    Methods raise DriverError. `uuid` is the device's, as NVML spells it.
     """
 
     @property
@@ -106,7 +106,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, driver: Driver, num_bytes: int) -> "SharedMemory":
-        """New memory of zeros. `num_bytes`: as `allocation_bytes` rounds it. DriverError."""
+        """New memory of zeros. `num_bytes` is rounded by `allocation_bytes`. Raises DriverError."""
         with ExitStack() as undo:
             handle = driver.create(num_bytes)
             with _released(driver, handle):

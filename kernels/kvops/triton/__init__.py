@@ -30,7 +30,7 @@ class TritonKernels(Kernels):
     has_sinks = True
 
     def numerics(self) -> dict[str, str]:
-        """`cuda`: the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
+        """`cuda` is the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
         brings a compiler of its own."""
         return {
             "isa": torch.cuda.get_device_name() if self.device == "cuda" else "interpreted",

@@ -59,8 +59,8 @@ class DeviceDrawing:
         placed: Mapping[str, Tensor],
         masks: Sequence[Mask | None],
     ) -> Sequence[Tensor]:
-        """The tokens of the draws, and the scores of those that ask for them. `hidden`: the final
-        states that the step has computed, [states, hidden_size]."""
+        """The tokens of the draws, and the scores of those that ask for them. `hidden` has the
+        final states of the step, [states, hidden_size]."""
         if len(batch.drawing) < len(hidden):
             hidden = hidden.index_select(0, placed["drawing"])
         logits = to_draw_from = self._model.logits(hidden)

@@ -1,4 +1,4 @@
-"""A point in a device's work: what was launched before it is done when it has passed."""
+"""A point in a device's work: the device passes it when all earlier launches are done."""
 
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class PassedEvent:
 
 
 def record_event(device: torch.device) -> DeviceEvent:
-    """An event behind all that was launched on this device by this thread."""
+    """Record an event behind everything that this thread has launched on the device."""
     if device.type != "cuda":
         return PassedEvent()
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from services.engine.sampling.sampling_batch import Outputs, SamplingBatch
 
 
 class DrawnFlight:
-    """A step whose outputs are on a device. `drawn`: the tokens of its draws."""
+    """A step whose outputs are on a device. `drawn` are the tokens of its draws."""
 
     def __init__(self, batch: SamplingBatch, outputs: Outputs, masks: Masks) -> None:
         self.batch, self._masks = batch, masks

@@ -45,7 +45,7 @@ class GpuMemoryPlan:
 
     @property
     def pool(self) -> int:
-        """StartupError: nothing is left for the pool."""
+        """Raises StartupError if nothing is left for the pool."""
         each = self.weights + self.activations + self.graphs + self.other
         taken = self.shared_weights + self.num_workers * each
         pool = int(self.total * self.utilization) - taken
@@ -112,12 +112,12 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def other(self) -> int:
-        """StartupError: see `used`."""
+        """Raises StartupError as `used` does."""
         return max(0, self.used() - torch.cuda.memory_reserved(self._device))
 
     def used(self) -> int:
-        """StartupError: NVML does not tell. Other workers load at the same time, so the change of
-        the GPU's free memory does not tell either."""
+        """Raises StartupError if NVML does not tell the number. Other workers load at the same
+        time, so the change of the GPU's free memory does not tell it either."""
         torch.cuda.empty_cache()  # as the capture of a graph does
         try:
             import pynvml
@@ -146,7 +146,7 @@ class CudaMeter:
 
 class Measurement:
     """Measures what a process takes on its GPU: its weights at the start, and the peak of the steps
-    until `plan`. `pool`: their arena of one block, into which they write nothing."""
+    until `plan`. `pool` is their arena of one block, and they write nothing into it."""
 
     def __init__(self, meter: MemoryMeter, device: torch.device, layout: PoolLayout) -> None:
         use_device(device)
@@ -198,9 +198,9 @@ def profile(
     new_graph: Callable[[], Graph] | None = None,
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
-    sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.
-    `new_runner`: makes a runner on an arena. With several ranks this is the first one's plan; the
-    steps run on all of them."""
+    sequences, and by recording the graphs of decode steps of up to `graph_rows` rows. `new_runner`
+    makes a runner on an arena. With several ranks this is the first one's plan; the steps run on
+    all of them."""
     measured = Measurement(meter, device, layout)
     runner = new_runner(measured.pool.kv)
     runner.run_largest_step(num_tokens, num_rows)

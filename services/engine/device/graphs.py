@@ -34,8 +34,8 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """`pool`: the memory of temporary tensors, of `torch.cuda.graph_pool_handle`. It has run on no
-    GPU yet."""
+    """A graph in CUDA; `pool`, of `torch.cuda.graph_pool_handle`, is the memory of temporary
+    tensors."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -70,15 +70,13 @@ def ladder(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """The graphs of one runner. `forward`: the forward pass of a batch, whose states are those of
-    all rows."""
+    """The graphs of one runner. `forward` computes a batch, and returns the states of all rows."""
 
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
         max_rows: int,
         max_blocks: int,
-        block_size: int,
         device: torch.device,
         new_graph: Callable[[], Graph],
     ) -> None:
@@ -88,7 +86,6 @@ class DecodeGraphs:
         self.sizes = ladder(max_rows)
         self._forward = forward
         self._new_graph = new_graph
-        self._max_context = max_blocks * block_size
         self._inputs = {
             "token_ids": zeros(max_rows),
             "positions": zeros(max_rows),
@@ -105,7 +102,7 @@ class DecodeGraphs:
 
     def capture(self, before: Callable[[int], None]) -> None:
         """Record all graphs, the largest first, so that the others fit into its memory. Their rows
-        have slot -1. `before`: called for each size, before its first launch."""
+        have slot -1. `before` is called for each size, before its first launch."""
         self._inputs["slot_mapping"].fill_(-1)
         for size in reversed(self.sizes):
             before(size)
@@ -116,7 +113,7 @@ class DecodeGraphs:
             self._graphs[size] = graph, graph.capture(partial(self._forward, batch))
 
     def replay(self, size: int, placed: Mapping[str, Tensor]) -> Tensor:
-        """Compute a step that `padded` has padded to `size` rows; `placed`: its arrays on the
+        """Compute a step that `padded` has padded to `size` rows; `placed` are its arrays on the
         device. Returns the states of all rows, [size, hidden_size], until the next call."""
         for name, static in self._inputs.items():
             static[:size].copy_(placed[name])
@@ -132,7 +129,6 @@ class DecodeGraphs:
             block_tables=self._tables[:size],
             cu_query_lens=self._begins[: size + 1],
             max_query_len=1,
-            max_context_len=self._max_context,
             adapters=(),
         )
 

@@ -42,8 +42,8 @@ class _HostBuffer:
 
 
 class StepInputs:
-    """The buffers of one runner. They grow to the largest step. `is_copied`: whether the tensors
-    are on a device; otherwise they are the arrays."""
+    """The buffers of one runner. They grow to the largest step. `is_copied` tells whether the
+    tensors are on a device; otherwise they are the arrays."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_copied = device.type != "cpu"

@@ -24,7 +24,7 @@ class OpenDevice:
 
 
 def open_device(name: str) -> OpenDevice:
-    """Open the device, for this thread. StartupError: it is not there, or PyTorch cannot use it."""
+    """Open the device, for this thread. Raises StartupError if PyTorch has no such device."""
     if name == "cpu":
         return OpenDevice(name)
     if name.startswith("cuda"):

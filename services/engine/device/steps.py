@@ -46,16 +46,18 @@ def attention_shape(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepFacts:
-    """A step's facts on the host. `query_begins`, `context_lens`: the values of the batch's
-    `cu_query_lens` and `context_lens`, with padded rows. `num_rows`: without them. `graph_size`:
-    the rows of the graph that computes the step; None: no graph does. `wants_all`: whether the
-    state of every row is wanted, in order."""
+    """A step's facts on the host."""
 
     query_begins: Indices
+    """The values of the batch's `cu_query_lens`, with padded rows."""
     context_lens: Indices
+    """The values of the batch's `context_lens`, with padded rows."""
     num_rows: int
+    """The number of rows without padding."""
     graph_size: int | None = None
+    """The rows of the graph that computes the step; None if no graph does."""
     wants_all: bool = False
+    """Whether the state of every row is wanted, in order."""
     adapters: tuple[AdapterRun, ...] = ()
 
 
@@ -73,7 +75,7 @@ class ModelSteps:
     @torch.inference_mode()
     def capture(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
         """Record decode steps of up to `max_rows` rows as graphs. They write nothing. Tensors that
-        a graph reads stay where they are. `new_graph`: None: those of CUDA."""
+        a graph reads stay where they are. Without `new_graph` they are CUDA's."""
         use_device(self._kv.device)
         context, device = self._model.config.max_position_embeddings, self._kv.device
         max_blocks = -(-context // self._block_size)
@@ -89,7 +91,7 @@ class ModelSteps:
             self._plan(StepFacts(begins, np.zeros(size, np.int32), size, size), page_ids[:size])
 
         make = new_graph or cuda_graphs()
-        graphs = DecodeGraphs(forward, max_rows, max_blocks, self._block_size, device, make)
+        graphs = DecodeGraphs(forward, max_rows, max_blocks, device, make)
         graphs.capture(before)
         self._graphs = graphs
 
@@ -103,9 +105,9 @@ class ModelSteps:
         return None if self._graphs is None else self._graphs.size_for(num_rows)
 
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
-        """Compute a step, and store its KV. `placed`: the tensors of its batch, with `wanted`, the
-        tokens whose states are wanted, and on a backend that plans with `page_ids`, the blocks of
-        its rows. Returns these states, until the next call."""
+        """Compute a step, and store its KV. `placed` has the tensors of its batch, the tokens with
+        `wanted` states, and, on a backend that plans, the `page_ids` of its rows. Returns the
+        wanted states, until the next call."""
         self._plan(facts, placed.get("page_ids"))
         if facts.graph_size is not None:
             assert self._graphs is not None
@@ -114,7 +116,6 @@ class ModelSteps:
         batch = Batch(
             **{name: placed[name] for name in BATCH_TENSORS},
             max_query_len=int(np.diff(facts.query_begins).max()),
-            max_context_len=int(facts.context_lens.max()),
             adapters=facts.adapters,
         )
         return self._model.forward(batch, self._kv, placed["wanted"])

@@ -26,7 +26,7 @@ class AdapterRun:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`. Kernels know
-    two lengths on the host, so that they do not wait for the device to tell."""
+    `max_query_len` on the host, so that they do not wait for the device to tell."""
 
     token_ids: Tensor
     """[T] int64, as are `positions` and `slot_mapping`."""
@@ -40,7 +40,6 @@ class Batch:
     """[B] int32, new tokens included."""
     max_query_len: int
     """The new tokens of the row with the most."""
-    max_context_len: int
     adapters: tuple[AdapterRun, ...] = ()
     """The adapters of the last tokens; the tokens before have none."""
 

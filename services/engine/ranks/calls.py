@@ -69,9 +69,10 @@ class Peers:
         limit_s: float | None = None,
     ) -> list[Any]:
         """Let the other ranks execute a method, execute it here too (`meanwhile`), and return their
-        answers. `descriptors`: for each rank, duplicates of which follow.
+        answers. Duplicates of each rank's `descriptors` follow.
 
-        StartupError: a rank could not. TimeoutError: one has not answered in `limit_s`.
+        Raises StartupError if a rank could not do it, and TimeoutError if a rank has not answered
+        in `limit_s`.
         """
         if not self._lock.acquire(timeout=-1 if limit_s is None else limit_s):
             raise TimeoutError

@@ -29,11 +29,11 @@ class Collectives:
     """The exchanges of one rank. All ranks have to call the same methods in the same order, with
     tensors of the same shapes; a rank of a group of one exchanges nothing.
 
-    RuntimeError: another rank has ended, or has not answered in time.
+    Raises RuntimeError if another rank has ended, or has not answered in time.
     """
 
     def __init__(self, group: dist.ProcessGroup, vocabularies: Sequence[slice]) -> None:
-        """`vocabularies`: the tokens of each rank."""
+        """`vocabularies` has the tokens of each rank."""
         self.tell: Callable[..., None] | None = None
         """At rank 0: lets the other ranks execute a method of `Rank`."""
         self._group = group
@@ -53,7 +53,7 @@ class Collectives:
         return total.to(x.dtype)
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """The embeddings of tokens. `table`: the rows of this rank's tokens."""
+        """The embeddings of tokens. `table` has the rows of this rank's tokens."""
         own = self._vocabularies[self.rank]
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
         rows = table[(token_ids - own.start).clamp(0, len(table) - 1)]
@@ -68,7 +68,7 @@ class Collectives:
 
     def join_logits(self, logits: Tensor) -> Tensor:
         """The logits of all tokens, [N, vocab_size], at rank 0; other ranks get their own back.
-        `logits`: those of this rank's tokens."""
+        `logits` are of this rank's tokens."""
         widths = [own.stop - own.start for own in self._vocabularies]
         padded = logits.new_zeros(len(logits), max(widths))
         padded[:, : logits.shape[1]] = logits
@@ -91,7 +91,7 @@ class Collectives:
 def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Collectives:
     """Connect this rank with the others: NCCL on GPUs, gloo on CPUs. All ranks call it with the
     same `meeting`, a new file in a private directory, which may be removed when all have returned.
-    RuntimeError: one has not come in `timeout_s`."""
+    Raises RuntimeError if a rank has not come in `timeout_s`."""
     timeout = timedelta(seconds=timeout_s)
     store = dist.FileStore(str(meeting), shard.size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)

@@ -78,7 +78,7 @@ class ShardPlan:
 class Rank:
     """One rank: its shard of the model, and its parts of the worker's pools.
 
-    `new_graph`: see `ModelSteps.capture`.
+    `new_graph` is as in `ModelSteps.capture`.
     """
 
     def __init__(self, number: int, new_graph: Callable[[], Graph] | None = None) -> None:
@@ -115,8 +115,8 @@ class Rank:
         return "" if driver is None else driver.uuid
 
     def load_on(self, plan: ShardPlan, ops: Backend, progress: Progress = lambda: None) -> None:
-        """Load this rank's shard on its device. ValueError: this rank's GPU cannot compute what
-        rank 0 has chosen for its own."""
+        """Load this rank's shard on its device. Raises ValueError if this rank's GPU lacks the
+        kernels that rank 0 has chosen for its own."""
         self._plan, self._ops = plan, ops
         self.model = load_shard(
             *(plan.model, plan.dtype, ops, str(self.device.torch)),
@@ -160,7 +160,7 @@ class Rank:
         *descriptors: int,
     ) -> None:
         """Map this rank's arenas of the worker's own pool, and of its swap pool if it has one.
-        `descriptors`: of the locks of all pools, then of the memory of those on GPUs."""
+        `descriptors` are of the locks of all pools, then of the memory of the pools on GPUs."""
         self.leave()
         self._locks, memory = descriptors[: len(pools)], iter(descriptors[len(pools) :])
         self._gone = [directory.gone for directory, header in pools if header.kind == "cuda"]
@@ -237,7 +237,7 @@ class Rank:
         target.copy_from(source, self._ops, pairs)
 
     def load_adapter(self, number: int, files: AdapterFiles, gone: Sequence[int]) -> None:
-        """Load this rank's part of an adapter, which steps call `number`. `gone`: the numbers of
+        """Load this rank's part of an adapter, which steps call `number`. `gone` has the numbers of
         adapters that no later step has."""
         for one in gone:
             self._adapters.pop(one, None)

@@ -30,25 +30,25 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustment:
-    """The adjustment of one draw. Its arrays are valid until the sequence gets its next token.
-
-    `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
-    once, with `counts`, the number of times that each is in the output. `allowed`: the only token
-    ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
-    `state`: whose adjustment it is. The adjustments of a state differ in counts and bans alone:
-    tokens are added to `seen`, and counts grow.
-    """
+    """The adjustment of one draw. Its arrays are valid until the sequence gets its next token."""
 
     biased: Ids
+    """Token ids, each once, with `biases`."""
     biases: Values
     seen: Ids
+    """The token ids that penalties affect, each once, with `counts`."""
     counts: Values
+    """How often each token of `seen` is in the output."""
     repetition: float
     frequency: float
     presence: float
     allowed: Ids | None
+    """The only token ids that may be drawn; None allows all."""
     banned: Ids
+    """The token ids that may not be drawn, some of them twice."""
     state: object = None
+    """The owner of the adjustment. The adjustments of one owner differ in counts and bans alone:
+    tokens are added to `seen`, and counts grow."""
 
     def applied(self, logits: Tensor) -> Tensor:
         """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU, whose mask is applied."""

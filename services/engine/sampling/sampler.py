@@ -42,7 +42,7 @@ Columns = Mapping[str, Tensor]
 
 def draw(logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]) -> Sequence[Tensor]:
     """The tokens of the draws, and the scores of those that ask for them, as
-    `sampling_batch.Outputs` has them. `logits`: fp32 [states that draw, vocab_size]."""
+    `sampling_batch.Outputs` has them. `logits` are fp32 [states that draw, vocab_size]."""
     tokens = sample(logits[batch.states].cpu(), batch, masks)
     if not batch.scored:
         return (tokens,)
@@ -51,8 +51,8 @@ def draw(logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]) -> 
 
 
 def sample(logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None] = ()) -> Tensor:
-    """The tokens of the draws, int64; NOT_FINITE if a row's logits are not finite. `logits`: fp32
-    [D, vocab_size] on the CPU, a row for each draw.
+    """The tokens of the draws, int64; NOT_FINITE if a row's logits are not finite. `logits` are
+    fp32 [D, vocab_size] on the CPU, a row for each draw.
 
     Temperature 0 takes the largest logit, and the lowest id of equal ones. Rows are checked for
     finite logits before any adjustment, since a mask would hide a broken row.
@@ -94,8 +94,8 @@ def _adjusted(
 
 
 def filtered_weights(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """The weights that the filters leave (`arithmetic.weights`), 0 for all other tokens. int64
-    [N, vocab_size]. `rows`: the draws of the N rows; all temperatures are above 0."""
+    """The weights that the filters leave (`arithmetic.weights`), 0 for all other tokens. int64 [N,
+    vocab_size]. `rows` are the draws of the N rows, all with temperatures above 0."""
     columns = {name: from_numpy(array)[rows, None] for name, array in batch.columns.items()}
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / columns["temperature"]
     scaled.masked_fill_(scaled < columns["least"], float("-inf"))  # the largest is 0

@@ -112,7 +112,7 @@ class SamplingBatch:
         return begins[np.array(rows, np.int64)]
 
     def results(self, outputs: Outputs, masks: Sequence[Mask | None]) -> list[RowResult]:
-        """The results of the rows. `masks`: as `sampling.masks` gives them."""
+        """The results of the rows. `sampling.masks` gives `masks`."""
         (drawn, *scores), *others = outputs
         tokens: list[int] = drawn.tolist()
         logprobs: dict[int, Logprobs | Fault] = {}

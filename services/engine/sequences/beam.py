@@ -32,7 +32,8 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam's continuation by one token. `parent`: the rank of the beam among the living ones."""
+    """A beam's continuation by one token. `parent` is the rank of the beam among the living
+    beams."""
 
     parent: int
     token_id: int
@@ -69,8 +70,8 @@ class BeamSearch:
         self, beams: Sequence[Beam], finished: Iterable[Hypothesis], candidates: Sequence[Logprobs]
     ) -> Step:
         """Choose the continuations of `beams`, which all have the same length, best first.
-        `finished`: the hypotheses so far. `candidates[i]`: the likeliest tokens after `beams[i]`.
-        """
+        `finished` are the hypotheses so far, `candidates[i]` the likeliest tokens after
+        `beams[i]`."""
         width = self._params.width
         num_tokens = len(beams[0].token_ids) + 1
         living, ended = [], []

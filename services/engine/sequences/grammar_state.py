@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # the class needs the grammar library, which a check of a GPU
 
 
 class GrammarState:
-    """The grammar state of one sequence. `tokens`: the sequence's own list, which grows; it begins
-    with `num_prompt` prompt tokens, which the grammar does not see. `drafts`: tokens that may come
-    behind them."""
+    """The grammar state of one sequence. `tokens` is the sequence's own list, which grows; it
+    begins with `num_prompt` prompt tokens, which the grammar does not see. `drafts` may come behind
+    them."""
 
     def __init__(self, grammar: "Grammar", tokens: Sequence[int], num_prompt: int) -> None:
         self._walk = grammar.walk()

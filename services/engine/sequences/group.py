@@ -79,9 +79,9 @@ class Group:
     ) -> "Group":
         """A group that computes a prompt and the tokens generated so far (prefill, recompute).
 
-        `computed`: for each sequence, the leading blocks that have KV already. Sequences with equal
-        leading blocks are one `Sequence` as long as they have tokens in common to compute.
-        `hashes`: the prefix hashes of leading blocks of all sequences, as far as they are known.
+        `computed` has the leading blocks of each sequence that have KV already. Sequences with
+        equal leading blocks are one `Sequence` as long as they have tokens in common to compute.
+        `hashes` are the known prefix hashes of leading blocks of all sequences.
         """
         same_blocks: dict[ComputedBlocks, list[TicketSequence]] = defaultdict(list)
         none = [ComputedBlocks()] * len(ticket.sequences)
@@ -100,7 +100,8 @@ class Group:
     def to_continue(
         cls, ticket: Ticket, rules: Rules, spare: Seq[int], num_acquired: int
     ) -> "Group":
-        """A group that continues a ticket with blocks. `spare`: the holder's blocks in no table."""
+        """A group that continues a ticket with blocks. `spare` are the holder's blocks in no
+        table."""
         prompt = ticket.prompt_token_ids
         hashes = prefix_hashes(rules.root, prompt, rules.block_size)
         sequences = [

@@ -16,8 +16,8 @@ from services.protocol.ticket import SamplingParams
 class PenaltyState:
     """The penalty state of one sequence.
 
-    `tokens`: the sequence's own list, which grows; it begins with `num_prompt` prompt tokens.
-    `end_token_ids`: the tokens that `min_tokens` bans.
+    `tokens` is the sequence's own list, which grows; it begins with `num_prompt` prompt tokens.
+    `end_token_ids` are the tokens that `min_tokens` bans.
     """
 
     def __init__(

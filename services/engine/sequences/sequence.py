@@ -25,27 +25,27 @@ CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules that all sequences of a request share: for draws, their end, and block hashes.
-
-    A sequence ends with a token of `stop_ids`, or at `max_len` tokens, prompt included. `end_ids`:
-    `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.
-    `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
-    prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
-    are computed then, even those in adopted blocks. `pooling`: make the prompt's embedding and draw
-    nothing. `grammar`: of the text; None: any. `adapter`: computes beside the model; None: none.
-    """
+    """The rules that all sequences of a request share: for draws, their end, and block hashes. A
+    sequence ends with a token of `stop_ids`, or at `max_len` tokens, prompt included."""
 
     sampling: SamplingParams
     stop_ids: frozenset[int]
     end_ids: frozenset[int]
+    """`stop_ids` and the model's EOS tokens, even if the request ignores EOS. `min_tokens` bans
+    these."""
     num_prompt_tokens: int
     max_len: int
     root: PrefixHash
+    """The hash before a prompt's first block."""
     block_size: int
     prompt_logprobs: int | None = None
+    """The number of likeliest tokens to report with each token of the prompt; None reports no
+    prompt logprobs. With it, all tokens of the prompt are computed, even in adopted blocks."""
     grammar: Grammar | None = None
+    """The grammar of the text; None allows any text."""
     adapter: LoadedAdapter | None = None
     pooling: Pooling | None = None
+    """The pooling of the prompt's embedding; a request with it draws nothing."""
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Sequence:
         num_adopted: int = 0,
         hashes: Seq[PrefixHash] = (),
     ) -> None:
-        """`hashes`: the prefix hashes of leading blocks, as far as the caller knows them."""
+        """`hashes` are the prefix hashes of leading blocks, as far as the caller knows them."""
         self.branches = tuple(branches)
         self.tokens = list(tokens)
         self.block_table = list(block_ids)

@@ -20,7 +20,7 @@ class Chances:
     it is in answers that quote documents."""
 
     def __init__(self, before: "Chances | None" = None) -> None:
-        """`before`: of all sequences, with which a new one begins."""
+        """A new sequence begins with `before` of all sequences."""
         if before is None:
             self._of = [Average(min(0.2 * m, 0.95), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
         else:
@@ -74,7 +74,7 @@ class NgramDrafter:
 class _Match:
     """Where the last tokens of a sequence occurred before.
 
-    `length`: how many tokens match; 0: none. `_after`: the position behind them. `_after_one`,
+    `length` is the number of tokens that match. `_after`: the position behind them. `_after_one`,
     `_after_two`: the latest position behind each token and each pair of tokens, but those behind
     the last token. `_before`: for each position, the one before it behind the same pair; 0: none.
     """

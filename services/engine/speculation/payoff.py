@@ -1,8 +1,8 @@
 """Decides how many drafts each row of a decode step gets: as many as raise the tokens per second.
 
 A draft that is not accepted costs the time by which it lengthens the step, and the time in which it
-was proposed. This cost is a moving average of measured steps, for each number of rows; how likely a
-draft is accepted is a moving average of its drafter.
+was proposed. This cost is a moving average of measured steps, for each number of rows; the chance
+that a draft is accepted is a moving average of its drafter.
 """
 
 from collections import defaultdict
@@ -17,15 +17,15 @@ _LEAST_CHANCE = 0.05
 _FIRST_COST = 0.05
 """The cost of a draft that was not measured yet, as a share of a step without drafts."""
 _WINDOW = 8
-"""How many steps make an average."""
+"""The number of steps in an average."""
 _NUM_PLAIN, _PLAIN_EVERY = 3, 50
-"""So many steps without drafts come first; one is measured again after so many with drafts."""
+"""The number of steps without drafts before the first draft, and the number of steps with drafts
+before the next step without any."""
 _RETURN, _AGING = 0.002, 0.01
-"""With each step without drafts, by which share of the distance the cost of a draft returns to
-_FIRST_COST, and by which share the old measurements lose weight beside the next one: the machine
-may have been busy."""
+"""The shares by which each step without drafts moves the cost of a draft towards _FIRST_COST and
+lowers the weight of old measurements, which a busy machine may have spoiled."""
 _MOST_LOSS, _LOSS_WINDOW = 0.01, 256
-"""The share of the time that drafts may cost on average over so many steps, if they save none."""
+"""The share of the time that useless drafts may cost, on average over _LOSS_WINDOW steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class _StepCost:
         return self.plain_s.weight >= _NUM_PLAIN and self.num_since_plain < _PLAIN_EVERY
 
     def observe(self, num_drafts: int, duration_s: float) -> None:
-        """No step counts as more than twice the average: it may have been interrupted. A draft that
-        costs more than a step without drafts is as useless as one that costs as much."""
+        """A step counts as at most twice the average, since it may have been interrupted. A draft
+        costs at most a step without drafts: a costlier draft is no more useless."""
         plain_s = self.plain_s
         if num_drafts:
             self.num_since_plain += 1
@@ -75,18 +75,18 @@ class Payoff:
     def __init__(self) -> None:
         self._costs: defaultdict[int, _StepCost] = defaultdict(_StepCost)
         self._saved = Average(0.25, _LOSS_WINDOW, weight=_LOSS_WINDOW)
-        """The time that drafts save in a step, in steps without drafts. At first they may cost the
-        time of some 64 steps, to show what they can do."""
+        """The mean time that drafts save in a step, as a multiple of a step without drafts. The
+        first value lets drafts cost the time of about 64 steps before they must pay."""
 
     @property
     def may_catch_up(self) -> bool:
         return self._saved.value > -_MOST_LOSS
 
     def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
-        """The number of drafts for each row of a step of `num_rows` rows that may get some. The
-        likeliest come first, until the next would lower the tokens by the step's duration; at most
-        twice as many as were measured, since a longer step may take very long. `chances`: that a
-        row's first draft is accepted, that the first two are, and so on."""
+        """Return the number of drafts for each row of `chances`, in a step of `num_rows` rows.
+        `chances[i][k]` is the chance that the first k + 1 drafts of row i are accepted. The
+        likeliest drafts come first, until the next one would lower the tokens per second. A step
+        gets at most twice as many as any before it, since a longer step may take very long."""
         step, numbers = self._costs[num_rows], [0] * len(chances)
         if not step.is_known:
             return numbers
@@ -108,7 +108,7 @@ class Payoff:
         duration_s: float,
         spent: Drafting,
     ) -> None:
-        """Note the duration of a step of decoding rows, with what was spent on its drafts."""
+        """Note the duration of a step of decoding rows, and the time that its drafts took."""
         step = self._costs[num_rows]
         step.observe(num_drafts, duration_s - spent.preparing_s)
         saved = num_accepted / num_rows + bool(num_drafts)
@@ -117,8 +117,8 @@ class Payoff:
 
 
 def _likely(chances: Seq[Seq[float]]) -> Iterable[tuple[float, int, int]]:
-    """(-chance, its number, place of its row) of each draft that may pay: the likeliest is the
-    smallest, and of equal ones the one that needs no deeper proposal."""
+    """Yield (-chance, number in its row, row) of each draft that may pay. The likeliest draft sorts
+    first; of equally likely drafts, the draft that needs the fewest drafts before it."""
     for place, row in enumerate(chances):
         for number, chance in enumerate(row):
             if chance < _LEAST_CHANCE:

@@ -61,7 +61,7 @@ class Speculation:
         self, batch: list[ScheduledSequence], budget: int
     ) -> tuple[list[ScheduledSequence], Drafting]:
         """The batch with drafts for the rows for which they pay, if all rows decode, and what it
-        cost to get them. `budget`: how many tokens a step may compute."""
+        cost to get them. `budget` is the number of tokens that a step may compute."""
         chosen = self._chosen(batch) if len(batch) < budget else []
         if not chosen:
             return batch, Drafting()

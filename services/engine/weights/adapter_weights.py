@@ -34,15 +34,16 @@ _WHOLE_RANKS = 16  # of a whole adapter: a multiple, which suits every device
 
 @dataclass(frozen=True, slots=True)
 class JoinedAdapter:
-    """The addition to one section. `down`: [rank, K]. Of each source: `ups`, [n, ranks of a part],
-    times the adapter's scale; `firsts`, the first rank of its part. fp32."""
+    """The addition to one section."""
 
     layer: int
     site: str
     section: Section
-    down: Tensor
+    down: Tensor  # fp32 [rank, K]
     ups: list[Tensor]
+    """The matrices [n, ranks of a part] of the sources, times the adapter's scale, fp32."""
     firsts: list[int]
+    """The first rank of each source's part."""
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """A and one B, which has zeros where the ranks are those of another source."""
@@ -55,8 +56,9 @@ class JoinedAdapter:
 def joined_adapters(
     files: AdapterFiles, config: ModelConfig, shard: Shard | None = None
 ) -> Iterator[JoinedAdapter]:
-    """The additions of an adapter, section after section; those of `shard`, if that is not None.
-    `config`: of the whole model. OSError, SafetensorError: the file is not readable any more."""
+    """Return the additions of an adapter, section after section, or the part of `shard` if that is
+    not None. `config` is the whole model's. Raises OSError or SafetensorError if the file is not
+    readable any more."""
     from safetensors import (
         safe_open,
     )  # a check of a GPU imports this module, and has no safetensors

@@ -100,7 +100,8 @@ def _check_tied(directory: Path, embedding: Tensor) -> None:
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:
     """xxh3-128 over every byte of the weight files, in hexadecimal. The disk limits its speed, or
-    memory (20 GB/s) if the files are in the page cache. StartupError: a file cannot be read."""
+    memory (20 GB/s) if the files are in the page cache. Raises StartupError for unreadable
+    files."""
     digest = xxhash.xxh3_128()
     piece = memoryview(bytearray(_DIGESTED_BYTES))
     for path in weight_files(directory):

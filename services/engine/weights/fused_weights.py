@@ -19,16 +19,17 @@ of a pair."""
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One linear [num_outputs, num_inputs] of the native decoder. It joins the weights `sources`
-    along their outputs: runs of `turn` outputs of each alternate; if 0, the weights follow one
-    another. `is_exact`: it is fp32, whatever the kind of the others."""
+    """One linear [num_outputs, num_inputs] of the native decoder, which joins the weights `sources`
+    along their outputs."""
 
     name: str
     sources: tuple[str, ...]
     num_outputs: int
     num_inputs: int
     turn: int = 0
+    """The number of outputs of a source in turn; 0 if the sources follow one another."""
     is_exact: bool = False
+    """Whether the section is fp32, even if the others are not."""
 
     def bias(self, weights: Mapping[str, Tensor]) -> Tensor | None:
         """The joined bias [num_outputs], or None if the checkpoint has none."""

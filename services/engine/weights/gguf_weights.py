@@ -110,8 +110,8 @@ class GgufWeights:
 
 
 def load_gguf(path: Path, config: ModelConfig, embedding_dtype: torch.dtype) -> Weights:
-    """A quantized embedding is dequantized to `embedding_dtype`. StartupError: as
-    `check_tensors`."""
+    """A quantized embedding is dequantized to `embedding_dtype`. Raises StartupError as
+    `check_tensors` does."""
     file = GgufFile.read(path)
     check_tensors(file, config)
     _log_growth(file)

@@ -27,7 +27,7 @@ def section_kinds(
     kinds gets the widest of them. `quantize` is for weights in floating point, which may be beside
     quantized ones.
 
-    StartupError: the checkpoint is quantized, and `quantize` is another kind.
+    Raises StartupError if the checkpoint is quantized, and `quantize` is another kind.
     """
     forms = {s.name: _widest(weights.form(source) for source in s.sources) for s in sections}
     quantized = [form for form in forms.values() if form != "float"]

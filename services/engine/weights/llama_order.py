@@ -38,7 +38,8 @@ def as_llama(stored: Weights, config: ModelConfig) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class _LlamaWeights:
-    """`places`: by name, the stored linear and its rows, of linears that differ."""
+    """The weights in Llama's order. `places` has the stored linear and its rows of each linear that
+    differs."""
 
     stored: Weights
     tensors: Mapping[str, Tensor]

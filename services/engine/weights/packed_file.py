@@ -55,7 +55,7 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A mapped packed file. `sections`: uint8 views of the mapped memory, to be read only."""
+    """A mapped packed file. `sections` are uint8 views of the mapped memory, to be read only."""
 
     facts: Facts
     sections: Mapping[str, Tensor]
@@ -71,7 +71,8 @@ def packed_file(
 
     `make` returns the facts of the new file, the sizes of its sections in bytes, and their
     contents. If several workers start at once, one makes the file and the others wait. An exception
-    of `progress` leaves no unfinished file. StartupError: the file cannot be read or written.
+    of `progress` leaves no unfinished file. Raises StartupError if the file cannot be read or
+    written.
     """
 
     def current() -> PackedFile | None:

@@ -60,8 +60,8 @@ class SharedWeights:
         progress: Callable[[], None],
         measure: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`root`: of the pools, where the keeper is. `measure`: the bytes of this process on the
-        device that are no tensors of PyTorch."""
+        """The keeper is at `root`, the pools' directory. `measure` returns the bytes of this
+        process on the device that are no tensors of PyTorch."""
         self._driver, self._root = driver, root
         self._measure, self._progress = measure, progress
         self.num_bytes = self.counted = 0
@@ -69,7 +69,7 @@ class SharedWeights:
 
     def load(self, name: str, dtype: torch.dtype, load: Callable[[Placement], M]) -> M:
         """The result of `load` for a placement, with all tensors in the shared memory `name`, read
-        only. The first worker fills it. StartupError: no memory, no keeper."""
+        only. The first worker fills it. Raises StartupError without memory or without a keeper."""
         key = WeightsKey(f"{name}-{dtype}-{LAYOUT_VERSION}", self._driver.uuid)
         with ExitStack() as undo:
             claim = WeightsClaim(self._root, key, self._progress)

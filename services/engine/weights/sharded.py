@@ -29,8 +29,8 @@ class ShardedWeights:
         return self._whole.form(linear)
 
     def linear(self, linear: str) -> Tensor:
-        """The rank's part of a linear in floating point, to which one of 8 bits is converted: a
-        part may begin in the middle of a group. StartupError: it has another form."""
+        """The rank's part of a linear in floating point, also of a linear of 8 bits, since a part
+        may begin in the middle of a group. Raises StartupError if the linear has another form."""
         weight = self._whole.linear(linear)
         if isinstance(weight, Int8Weight):
             weight = weight.dequantized()

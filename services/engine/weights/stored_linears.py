@@ -33,8 +33,8 @@ Parts = Callable[[str], Tensor | None]
 
 
 def decoded(stored: StoredQuantization, name: str, part: Parts, n: int, k: int) -> Weight:
-    """The weights [n, k] of the quantized linear `name`. StartupError: inputs are not in the order
-    of their groups."""
+    """The weights [n, k] of the quantized linear `name`. Raises StartupError if inputs are not in
+    the order of their groups."""
     match stored.format:
         case "gptq":
             return _gptq(stored, name, part, n, k)

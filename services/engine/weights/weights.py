@@ -30,5 +30,6 @@ class Weights(Protocol):
 
     def linear(self, linear: str) -> Weight:
         """The weights of a linear. A linear of a form other than float may be dequantized: then no
-        kind has exactly its weights. StartupError: the stored values contradict the format."""
+        kind has exactly its weights. Raises StartupError if the stored values contradict the
+        format."""
         ...

@@ -1,4 +1,4 @@
-"""A client's address, by which clients without keys are told apart and refusals are logged.
+"""A client's address, which tells clients without keys apart and stands in the log of refusals.
 
 A proxy on the gateway's own host (127.0.0.0/8, ::1) names the client in `X-Forwarded-For`. The
 header counts for nothing if any other peer sends it. HTTP and gRPC have this one rule.
@@ -8,15 +8,15 @@ import ipaddress
 from collections.abc import Sequence
 
 Address = tuple[str, int]
-"""Host and port; port 0: not known."""
+"""A host and a port, which is 0 if it is not known."""
 
 
 def client_address(peer: Address, forwarded_for: Sequence[str]) -> Address:
-    """`peer`: the other end of the connection. `forwarded_for`: the values of X-Forwarded-For.
+    """Return the address of the client on a connection from `peer`, with these values of the header
+    X-Forwarded-For.
 
-    Behind a proxy on this host: the last address in the header that is not of this host either,
-    since each proxy adds the address of its own client at the end.
-    """
+    Behind a proxy on this host, it is the last address in the header that is not of this host,
+    since each proxy adds the address of its own client at the end."""
     peer = _unmapped(peer[0]), peer[1]
     if is_loopback(peer[0]):
         named = [_without_port(each) for value in forwarded_for for each in value.split(",")]
@@ -27,7 +27,7 @@ def client_address(peer: Address, forwarded_for: Sequence[str]) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """False for what is no IP address."""
+    """Whether an address is of this host. A name is none, not even `localhost`."""
     try:
         return ipaddress.ip_address(_unmapped(host)).is_loopback
     except ValueError:
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _unmapped(host: str) -> str:
-    """The IPv4 address in `::ffff:192.0.2.7`, as a socket for both families names its peers."""
+    """Return the IPv4 address in `::ffff:192.0.2.7`, as a socket for both families names a peer."""
     return host.removeprefix("::ffff:") if "." in host else host
 
 

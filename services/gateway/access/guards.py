@@ -24,9 +24,9 @@ REFUSED_EVENT, DENIED_EVENT = "login_refused", "operation_refused"
 
 
 class KeyGuard:
-    """Binds the caller of each call. `keyring`: None if API keys are off. `operations`: the
-    services whose methods need an operator's key; a client at a Unix socket, which only the run's
-    user may open, needs no key."""
+    """Binds the caller of each call. `keyring` is None if API keys are off. `operations` are the
+    services with methods that need an operator's key; a client at a Unix socket, which only the
+    run's user may open, needs no key."""
 
     def __init__(self, keyring: Keyring | None, operations: Sequence[str] = ()) -> None:
         self._keyring = keyring

@@ -20,7 +20,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "
 
 
 def check_local(request: Request, listens_at: str) -> None:
-    """Raise a 403 unless the request comes from this host. `listens_at`: the gateway's address.
+    """Raise a 403 unless the request comes from this host. `listens_at` is the gateway's address.
 
     The Host header must name this host, too: the page of another site may make its own name resolve
     to 127.0.0.1 (DNS rebinding), and the browser would then let it read the feed. A proxy on this

@@ -82,7 +82,7 @@ def _at_most(limit: int | None, number: int | None) -> int | None:
 
 
 def check_priority(priority: int, *, client_priority: bool, ceiling: int | None = None) -> None:
-    """Raises InvalidRequest. `ceiling`: the most urgent priority of the caller's API key; it
+    """Raises InvalidRequest. `ceiling` is the most urgent priority of the caller's API key; it
     replaces `client_priority`."""
     require(
         ceiling is not None or priority == 0 or client_priority,
@@ -161,8 +161,7 @@ def check_received(
 def check_slots(width: int, max_slots: int | None) -> None:
     """Raises InvalidRequest if no decode worker can run `width` sequences at the same time.
 
-    `max_slots`: the largest number of decode slots of any decode worker; None: no decode worker
-    exists now.
+    `max_slots` is the largest number of decode slots of a decode worker; None if there is none now.
     """
     require(
         max_slots is None or width <= max_slots,

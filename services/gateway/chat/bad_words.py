@@ -17,7 +17,7 @@ _FEW_CHARS = 512
 async def token_sequences(words: Sequence[str], model: Model) -> tuple[tuple[int, ...], ...]:
     """The token sequences that spell `words`, without duplicates.
 
-    InvalidRequest: a word has no tokens, or a token outside the model's vocabulary.
+    Raises InvalidRequest if a word has no tokens, or a token outside the model's vocabulary.
     """
     if sum(map(len, words)) <= _FEW_CHARS:
         return _token_sequences(words, model)

@@ -27,7 +27,7 @@ therefore accepted. A beam search ignores the model's generation_config, which i
 def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
     """The checked parameters of the beam search; None if the request asks for none.
 
-    InvalidRequest: a parameter is out of range, or not supported by a beam search.
+    Raises InvalidRequest if a parameter is out of range, or not supported by a beam search.
     """
     beam = asked.beam
     if beam is None:

@@ -43,7 +43,7 @@ async def admit_embedding(
 
 
 def _pooling(asked: int | None, model: Model) -> Pooling:
-    """How the model pools, for so many `asked` dimensions. InvalidRequest: it cannot."""
+    """The model's pooling for `asked` dimensions. Raises InvalidRequest if the model has none."""
     config, size = model.embedding, model.config.hidden_size
     require(
         not config.problem, f"this model's embeddings cannot be computed: {config.problem}", "model"

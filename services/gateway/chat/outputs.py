@@ -26,9 +26,9 @@ def open_output(
     reports_cached: bool,
 ) -> None:
     """Open the output, with what the client has received; an embedding has no sequences.
-    `arrived_at`: a time of the event loop's
-    clock. `reports_cached`: also to clients without a cache salt, whose cached prefixes other
-    clients may have sent. (Tenants have one.)"""
+    `arrived_at` is a time of the event loop's clock. With `reports_cached`, clients without a cache
+    salt are told of cached prefixes, which other clients may have sent, too. (Tenants have a
+    salt.)"""
     asked, prompt = request.asked, request.prompt_token_ids
     stats = RequestStats(len(prompt), arrived_at, reports_cached or bool(request.cache_salt))
     name, clock = client_id(request.id), asyncio.get_running_loop().time

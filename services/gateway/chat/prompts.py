@@ -52,8 +52,8 @@ async def tokenize_prompt(
     """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
     every text, such as BOS, or none.
 
-    `arguments`: variables of the chat template. `tools`: functions that a chat's template
-    describes. `add_special_tokens`: to text. `add_generation_prompt`: to a chat.
+    `arguments` are variables of the chat template, `tools` functions that it describes.
+    `add_special_tokens` is for a text, `add_generation_prompt` for a chat.
 
     Raises InvalidRequest or PromptTooLong.
     """

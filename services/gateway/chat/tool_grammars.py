@@ -60,7 +60,7 @@ _HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 def structure_of_calls(tools: RequestedTools, parsing: Parsing) -> Structure | None:
     """The form of the text; None: the model may write anything.
 
-    InvalidRequest: calls must be made, in a format that has no such form.
+    Raises InvalidRequest if the model must make calls in a format for which there is no grammar.
     """
     calls = parsing.format.calls
     writing = _WRITINGS.get(calls) if calls else None

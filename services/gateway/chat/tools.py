@@ -19,7 +19,7 @@ _NUM_LAST_TOKENS = 16
 def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]) -> Parsing | None:
     """How to parse the messages for this prompt; None: the client gets text only.
 
-    InvalidRequest: the model may call functions, but its format of calls is not known.
+    Raises InvalidRequest if the model may call functions, but its format of calls is not known.
     """
     if not request.wants_parts:
         return None
@@ -53,8 +53,8 @@ async def form_of(
     """The form of the whole text: the calls that the request's tools demand, or the form that the
     client gave, behind the model's reasoning.
 
-    InvalidRequest: it cannot be combined with another parameter, or a schema of a function is not
-    supported.
+    Raises InvalidRequest if the tools do not fit another parameter, or if a function's schema is
+    not supported.
     """
     tools, given = request.tools, request.sampling.structure
     if parsing is None:

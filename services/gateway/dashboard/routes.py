@@ -41,7 +41,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _FROM_PAGE_HEADER = "X-Quire-Dashboard"
-"""A page of another site cannot send this header without the CORS permission that nobody gives."""
+"""A page of another site needs a CORS permission to send this header, and Quire gives none."""
 
 
 def make_dashboard(
@@ -53,9 +53,9 @@ def make_dashboard(
     host: str,
     keyring: Keyring | None,
 ) -> tuple[Feed, History, list[Route]]:
-    """The feed, the history to keep, and the routes that serve the dashboard; none if it is off.
-    `host`: the address on which the gateway listens. `keyring`: None if API keys are off; with
-    them, the dashboard needs an operator's."""
+    """Return the feed, the history to keep, and the dashboard's routes, which are empty if the
+    dashboard is off. `host` is the address on which the gateway listens. `keyring` is None if API
+    keys are off; with API keys, the dashboard needs the key of an operator."""
 
     def requests() -> dict[str, str]:
         running = wiring.dispatcher.requests
@@ -80,7 +80,7 @@ def make_dashboard(
 
 
 class DashboardRoutes:
-    """`check` raises an error if the request may not see the dashboard's data."""
+    """Serves the dashboard. `check` raises an error if a request may not see its data."""
 
     def __init__(self, feed: Feed, block_maps: BlockMaps, check: Callable[[Request], None]) -> None:
         self._feed = feed
@@ -114,7 +114,7 @@ class DashboardRoutes:
         return _FeedStream(self._checked_events(request))
 
     async def _checked_events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The feed, until the key that it was asked with is revoked, or no operator's any more."""
+        """Yield the feed's events until the request's key is revoked or loses the role operator."""
         async with aclosing(self._feed.events()) as events:
             async for event in events:
                 try:
@@ -139,8 +139,8 @@ class DashboardRoutes:
 
 
 class _FeedStream(Response):
-    """Sends encoded events. The connection's buffer holds up a slow viewer here, so that it skips
-    updates."""
+    """Sends encoded events. A slow viewer's connection holds up this response, and the feed skips
+    updates meanwhile."""
 
     media_type = "text/event-stream"
 

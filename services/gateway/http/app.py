@@ -83,10 +83,10 @@ def create_app(
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
-    `allowed_hosts`: hosts that requests may name; empty: any. `max_body_memory_bytes`: limit for
-    all request bodies that are being received, together (`BodyLimits`). `body_timeout_s`: how long
-    each may take. `keyring`: None if API keys are off. `cors_origins`: origins whose web pages
-    browsers let call this API; `*`: all. `stream_ping_s`: see `EventStream`.
+    Requests may name `allowed_hosts`, or any if there are none. Request bodies that are being
+    received have at most `max_body_memory_bytes` together (`BodyLimits`), and `body_timeout_s`
+    each. `keyring` is None if API keys are off. Browsers let web pages of `cors_origins` call this
+    API, where `*` is all. `stream_ping_s` is as in `EventStream`.
     """
     endpoints = _Endpoints(generator, metrics, stream_ping_s)
     tokens = TokenEndpoints(generator)

@@ -39,7 +39,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception, names: Mapping[str, str]) -> Json:
-    """The answer to a request that failed with `error`. `names`: the request's own names of
+    """The answer to a request that failed with `error`. `names` are the request's own names of
     parameters (`SampledBody.names`)."""
     if isinstance(error, InvalidRequest) and error.param is not None and error.param in names:
         name, own = error.param, names[error.param]

@@ -37,12 +37,12 @@ async def http_server(
     limits: ConnectionLimits | None = None,
     tls: TlsFiles | None = None,
 ) -> AsyncIterator[int]:
-    """Serves `app` inside the block; yields the port. `tls`: None serves plain HTTP.
+    """Serves `app` inside the block; yields the port. Without `tls` it serves plain HTTP.
 
     At the end of the block, running requests get `grace_s` (rounded up to whole seconds) to finish;
     then they are cancelled. All requests have ended when the context manager returns.
 
-    StartupError: the server cannot listen on the address, or the files of `tls` are wrong.
+    Raises StartupError if the server cannot listen on the address, or the files of `tls` are wrong.
     """
     limits = limits or ConnectionLimits()
     config = uvicorn.Config(

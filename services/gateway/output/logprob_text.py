@@ -36,7 +36,8 @@ class PromptReporter:
     tokenizer: Tokenizer
 
     def report(self, logprobs: Sequence[Logprobs]) -> PromptReport:
-        """The prompt's text and tokens. `logprobs`: one for each token but the first, or none."""
+        """The prompt's text and tokens. `logprobs` has one for each token but the first, or
+        none."""
         text, tokenizer = self._text(), self.tokenizer
         positions = zip(self.token_ids[1:], logprobs, self._offsets(text)[1:], strict=True)
         return PromptReport(

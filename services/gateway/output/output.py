@@ -90,8 +90,8 @@ class RequestStats:
 class Output:
     """The output of one request, with its `sequences` by index.
 
-    `prompt` reports the prompt in the first delta; None: the client did not ask for it. `rests`:
-    None if each delta is written at once.
+    `prompt` reports the prompt in the first delta; it is None if the client did not ask for that.
+    `rests` is None if each delta is written at once.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Output:
         return any(sequence.tokens for sequence in self.sequences)
 
     def replay(self, received: Seq[Received]) -> None:
-        """Add the tokens that the client has received, without sending them again. InvalidRequest:
-        they contain a stop string, so nothing can follow."""
+        """Add the tokens that the client has received, without sending them again. Raises
+        InvalidRequest if these tokens contain a stop string, so that nothing can follow."""
         for each in received:
             self.sequences[each.index].replay(each)
             self.stats.num_generated_tokens += len(each.token_ids)

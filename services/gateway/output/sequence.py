@@ -74,7 +74,8 @@ class Sequence:
 
     def replay(self, received: Received) -> None:
         """Add the tokens, and perhaps the end, that the client has received, without sending them
-        or their text again. InvalidRequest: they contain a stop string, so nothing can follow."""
+        or their text again. Raises InvalidRequest if these tokens contain a stop string, so that
+        nothing can follow."""
         self.tokens.extend(received.token_ids)
         if received.finish_reason is not None:
             self.finish_reason, self._end_is_sent = received.finish_reason, True

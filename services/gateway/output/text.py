@@ -5,8 +5,8 @@ from services.model.text.stop_strings import Scanned, StopMatcher
 
 
 class Text:
-    """The text of one sequence. `min_tokens`: no stop string ends it within that many first tokens.
-    `includes_end`: the text includes the token that ends the sequence."""
+    """The text of one sequence. No stop string ends it within the first `min_tokens` tokens. If
+    `includes_end`, the text includes the token that ends the sequence."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ _MAX_TEXT_CHARS = 1000
 
 class TokenMeter:
     """Records a request's time to first token, inter-token latencies and token count, and charges
-    each token to the caller's account as it comes. `of_tenant`: also gets the time to first
+    each token to the caller's account as it comes. `of_tenant` also gets the time to first
     token."""
 
     def __init__(
@@ -77,7 +77,7 @@ class RequestMetrics:
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Count a request that was refused before it entered its model queue, and write its one log
-        line. `model`: a served model, or empty."""
+        line. `model` is a served model, or empty."""
         self._metrics.requests_failed.labels(model, code).inc()
         caller = current_caller(EVERYONE)
         if caller.tenant:

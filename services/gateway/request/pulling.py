@@ -12,7 +12,7 @@ from services.runtime.logging import get_logger
 log = get_logger(__name__)
 
 Pull = Callable[[Ticket, str, str], Awaitable[DetachedTicket | None]]
-"""Copies a ticket's KV from one pool to another, by their ids: see
+"""Copies a ticket's KV from the pool of the first id to the pool of the second; see
 `services.gateway.workers.movers`."""
 
 
@@ -36,8 +36,8 @@ class Pulling:
         then: Callable[[DetachedTicket | None], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        """Call `then` with the copied ticket (None: only a prefix was copied), or `on_failure` with
-        the reason."""
+        """Call `then` with the copied ticket, or with None if only a prefix was copied; or call
+        `on_failure` with the reason."""
 
         async def run() -> None:
             try:

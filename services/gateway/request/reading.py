@@ -26,8 +26,8 @@ class Reading:
         return self._pause_timer is not None
 
     def begin(self, output: Output, deadline: float | None) -> None:
-        """Watch the call that reads `output`, in place of an earlier one. `deadline`: a time of the
-        event loop's clock."""
+        """Watch the call that reads `output`, in place of an earlier one. `deadline` is a time of
+        the event loop's clock."""
         output.on_read = self.resume
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()

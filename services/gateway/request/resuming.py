@@ -13,9 +13,9 @@ log = get_logger(__name__)
 
 
 def resume(request: Request, call: Request) -> None:
-    """Continue for a client that lost its stream, with another call, whose output holds what
-    the client has received and gets the rest; the deadline of the new call holds.
-    DuplicateRequest: the call is for another request."""
+    """Continue for a client that lost its stream, with another call. Its output holds the tokens
+    that the client has received, and gets the rest; the deadline of the new call holds. Raises
+    DuplicateRequest if the call is for another request."""
     before, output = request.output, call.output
     if not _continue_alike(call, request) or output.is_ahead_of(before):
         raise DuplicateRequest("the running request is not the one to continue")

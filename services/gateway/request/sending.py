@@ -39,9 +39,9 @@ def submit(
     root_hash: PrefixHash,
     source_pool_id: str = "",
 ) -> None:
-    """Send the ticket to a prefill worker, with `load` to compute. The decode worker has
-    granted the slots, if the request needs any. `source_pool_id`: a pool whose cached prefix is
-    copied first; if that fails, it is computed."""
+    """Send the ticket to a prefill worker, with `load` to compute. The decode worker has granted
+    the slots, if the request needs any. The cached prefix of the pool `source_pool_id` is copied
+    first; if that fails, it is computed."""
     if not request.num_sequences:
         request.move_to(RequestStatus.RESERVING)  # there is nothing to reserve
     request.started_at = request.started_at or request.clock()

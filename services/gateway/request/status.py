@@ -31,7 +31,7 @@ class RequestStatus(Enum):
     ENDED = "ended"
 
     def next(self, status: "RequestStatus") -> "RequestStatus":
-        """Returns `status`. RuntimeError: it may not follow this one."""
+        """Return `status`. Raises RuntimeError if that status may not follow this one."""
         if status not in _NEXT[self]:
             raise RuntimeError(f"{self.value} cannot become {status.value}")
         return status

@@ -35,7 +35,7 @@ class RequestTrace:
     def __init__(
         self, tracer: "Tracer", asked: GenerationRequest | EmbeddingRequest, name: str
     ) -> None:
-        """`name`: the request's id, as the client knows it."""
+        """`name` is the request's id, as the client knows it."""
         prompt = asked.prompt
         is_chat = not isinstance(prompt, str) and isinstance(next(iter(prompt), None), ChatMessage)
         self._operation = "chat" if is_chat else "text_completion"
@@ -123,7 +123,7 @@ class RequestTrace:
         self._tracer.fail(self._attempt, reason)
 
     def end(self, outcome: str, error: Exception | None, stats: "RequestStats") -> None:
-        """End all spans. `outcome`: see `request_metrics.outcome_of`."""
+        """End all spans. `outcome` is of `request_metrics.outcome_of`."""
         if self._phase is not None:
             self._phase.end()
         self._attempt.set_attribute("quire.attempt.outcome", outcome)

@@ -1,1 +1,1 @@
-"""Queues, and where and when a request goes to which worker."""
+"""Queues of waiting requests, and the choice of a worker for each request."""

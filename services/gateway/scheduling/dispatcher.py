@@ -132,8 +132,8 @@ class Dispatcher:
     @contextmanager
     def admitting(self, request_id: str, client: str, *, resumes: bool = False) -> Iterator[None]:
         """Wraps the admission of a request: takes its id and a place in the queue before any work
-        is done. `resumes`: the client has lost its stream, so the request may already run here.
-        Raises DuplicateRequest, QueueFull, Draining."""
+        is done. A request that `resumes` may already run here, since its client has lost the
+        stream. Raises DuplicateRequest, QueueFull, Draining."""
         if self._draining:
             raise Draining(_STOPPING)
         runs = request_id in self._requests

@@ -21,8 +21,9 @@ async def export_plans(
     ttft_s: float,
     inter_token_s: float,
 ) -> None:
-    """Plan each model's workers from what they report to the registry. `num_waiting`: requests in a
-    model's queue. Raises BlockStoreError: then the last recommendation stays."""
+    """Plan each model's workers from their reports to the registry. `num_waiting` returns the
+    number of requests in a model's queue. Raises BlockStoreError; the last recommendation stays
+    then."""
     models: dict[str, list[Member]] = defaultdict(list)
     for member in await registry.members():
         if member.model and member.state == "serving":

@@ -40,19 +40,21 @@ Bandwidth = Callable[[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A pool where a request decodes. `hashes`: of the prompt; empty if there is only one prefill
-    worker. `prefill_pool`: where the prompt is computed; None: in `pool`. `num_cached_blocks`: in
-    the pool where it is computed, with those that are copied there first, from the pool
-    `source_pool_id` unless that is empty. `cost_s`: what it takes until the request can decode."""
+    """A pool where a request decodes."""
 
     pool: Pool
     root_hash: PrefixHash
     hashes: tuple[PrefixHash, ...] = ()
+    """The hashes of the prompt; empty if there is only one prefill worker."""
     num_cached_blocks: int = 0
+    """The cached blocks in the pool of the prefill, with blocks that are copied there first."""
     num_free_blocks: int = 0
     prefill_pool: Pool | None = None
+    """The pool that computes the prompt; None if it is `pool`."""
     source_pool_id: str = ""
+    """The pool from which blocks are copied first; empty if none are."""
     cost_s: float = 0.0
+    """The time until the request can decode."""
 
     @property
     def prefill(self) -> Pool:
@@ -83,8 +85,8 @@ class Prefixed(Protocol):
 
 
 class Router:
-    """Compares pools by what a request costs there, and by their free blocks. `bandwidth`: None:
-    there are no movers."""
+    """Compares pools by what a request costs there, and by their free blocks. `bandwidth` is None
+    without movers."""
 
     def __init__(
         self, store: BlockStore, secret: bytes, bandwidth: Bandwidth | None = None
@@ -111,8 +113,8 @@ class Router:
         """The routes that end in `pools`, the best first: least cost, then most blocks that are
         free or cached. If the store does not answer, a pool counts as empty. BlockStoreError.
 
-        `prefill_pools`: where the prompt may be computed; None: `pools`. `may_pull`: whether a
-        cached prefix is of use to the request.
+        `prefill_pools` may compute the prompt; None is `pools`. `may_pull` tells whether a cached
+        prefix is of use to the request.
         """
         sources = pools if prefill_pools is None else prefill_pools
         known = {pool.spec.pool_id: pool for pool in (*pools, *sources)}

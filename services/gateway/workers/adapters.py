@@ -34,15 +34,16 @@ _MIN_REFRESH_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """`model`: the name of the base model."""
+    """An adapter, with the name of its base model."""
 
     adapter: Adapter
     model: str
 
 
 class GatewayAdapters:
-    """The adapters of one gateway. `models`: the served models by name, with their configs.
-    `initial`: adapters to load, (name, directory) each. `aliases`: the model of each alias."""
+    """The adapters of one gateway. `models` has the served models by name, with their configs.
+    `initial` are adapters to load, (name, directory) each. `aliases` has the model of each
+    alias."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class GatewayAdapters:
 
     async def watch(self, on_ready: Callable[[], None]) -> NoReturn:
         """Load the initial adapters once a model is there, and call `on_ready`; then follow the
-        registry until cancelled. StartupError: one cannot be loaded."""
+        registry until cancelled. Raises StartupError if an initial adapter cannot be loaded."""
         while True:
             try:
                 await self.refresh()
@@ -120,10 +121,10 @@ class GatewayAdapters:
         self, name: str, directory: str, model: str = "", replaces: bool = False
     ) -> ServedAdapter:
         """Serve the adapter in `directory` as `name`, on `model` ("": the only one). Loading the
-        same adapter again changes nothing. `replaces`: another one may have the name; its running
-        requests go on.
+        same adapter again changes nothing. If it `replaces`, another adapter may have the name; its
+        running requests go on.
 
-        InvalidRequest: the adapter cannot be served, or the name is taken. UnknownModel.
+        Raises InvalidRequest if the adapter cannot be served or the name is taken, UnknownModel, or
         BlockStoreError."""
         async with self._changing:
             await self.refresh()

@@ -49,7 +49,8 @@ class WorkerEventSink(Protocol):
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
         """The stream to `worker` ended. By contract the worker then releases or parks everything
-        that came over the stream. `died`: the stream broke, and the worker was not draining."""
+        that came over the stream. It `died` if the stream broke while the worker was not
+        draining."""
 
     def on_report(self, worker: Worker) -> None:
         """The worker reported its load."""

@@ -219,7 +219,7 @@ class WorkerDirectory:
     # ── following the registry ───────────────────────────────────────────────────────────────────
 
     async def watch(self) -> None:
-        """Follow the registry until cancelled. StoreLost: the server has lost its data."""
+        """Follow the registry until cancelled. Raises StoreLost if the server has lost its data."""
         try:
             while True:
                 try:

@@ -52,7 +52,7 @@ class PrefillLease(Lease):
 
 class DetachedTicket(Lease):
     """A ticket that no worker runs. Its issuer keeps the blocks, in its pool or swapped out, until
-    another worker claims them. `is_sent`: a decode worker was asked to claim it."""
+    another worker claims them. It `is_sent` once a decode worker was asked to claim it."""
 
     def __init__(self, worker: Worker, ticket: Ticket) -> None:
         super().__init__(worker, *ticket.key)

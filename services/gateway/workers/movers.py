@@ -47,7 +47,7 @@ class PulledTicket(DetachedTicket):
 
 
 class Movers:
-    """Follows the registry by `follow`. `rpc_key`, `tls`: of the deployment."""
+    """Follows the registry by `follow`. `rpc_key` and `tls` are the deployment's."""
 
     def __init__(self, rpc_key: bytes, tls: TlsFiles | None = None) -> None:
         self._rpc_key = rpc_key
@@ -93,8 +93,8 @@ class Movers:
     async def pull(
         self, ticket: Ticket, source_pool_id: str, target_pool_id: str
     ) -> PulledTicket | None:
-        """Copy a ticket's KV to another pool; None: its prompt's blocks, to the prefix cache there,
-        because the ticket has no blocks. QuireError: nothing was copied."""
+        """Copy a ticket's KV to another pool. If the ticket has no blocks, copy its prompt's blocks
+        to the prefix cache there, and return None. Raises QuireError if nothing was copied."""
         if target_pool_id not in self._movers:
             raise Unavailable(f"pool {target_pool_id} has no mover now")
         mover, channel = self._movers[target_pool_id]

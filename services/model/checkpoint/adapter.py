@@ -76,7 +76,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLinear:
-    """`scale`: what B (A x) is multiplied by."""
+    """The rank of a linear's addition B (A x), and its factor."""
 
     rank: int
     scale: float
@@ -84,12 +84,13 @@ class AdaptedLinear:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that fits a model. `linears`: those that it adds to, by name. `digest`: of both
-    files."""
+    """An adapter that fits a model."""
 
     directory: Path
     linears: Mapping[str, AdaptedLinear]
+    """The linears with an addition, by name."""
     digest: str
+    """The digest of both files."""
 
     @property
     def rank(self) -> int:
@@ -229,7 +230,7 @@ def _check_values(
 
 
 def _magnitudes(weights: BinaryIO, tensor: StoredTensor, first: int) -> Any:
-    """The absolute values of a tensor as fp64. `first`: where the tensors begin in the file."""
+    """The absolute values of a tensor as fp64. The tensors begin at `first` in the file."""
     weights.seek(first + tensor.begin)
     values = np.frombuffer(weights.read(tensor.end - tensor.begin), _FLOATS[tensor.dtype])
     if tensor.dtype == "BF16":

@@ -29,8 +29,8 @@ def check(directory: Path) -> None:
 
 
 def check_weights(directory: Path) -> ModelConfig:
-    """The checkpoint's configuration. StartupError: its format, config or weights are wrong, or not
-    supported. Reads only the headers of the weights."""
+    """Return the checkpoint's configuration; read only the headers of the weights. Raises
+    StartupError if format, config or weights are wrong, or not supported."""
     check_format(directory)
     config = read_model_config(directory)
     if (gguf := gguf_file(directory)) is not None:

@@ -17,7 +17,7 @@ MODULES_FILE = "modules.json"
 CONFIG_FILE = "config.json"
 
 Mode = Literal["last", "mean"]
-"""Which states are pooled: that of the last token, or all."""
+"""The states that are pooled: the last token's, or all."""
 
 _MODES: dict[str, Mode] = {"lasttoken": "last", "mean": "mean"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
@@ -26,17 +26,17 @@ _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "me
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingConfig:
-    """`problem`: why the checkpoint's embeddings cannot be computed; "" if they can. `dimensions`:
-    the numbers of leading values that are embeddings too, because the model is trained for them;
-    None: any number is. Empty: only the whole embedding is one."""
+    """How a checkpoint makes embeddings."""
 
     mode: Mode = "last"
     dimensions: tuple[int, ...] | None = ()
+    """The numbers of leading values that are embeddings, too; None allows any number."""
     problem: str = ""
+    """The reason for which the embeddings cannot be computed; empty if they can."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> "EmbeddingConfig":
-        """StartupError: a file is not readable. A model that generates need not have any."""
+        """Read the files, if there are any. Raises StartupError if a file is not readable."""
         mode: Mode = "last"
         problem = ""
         for kind, path in _modules(directory):

@@ -26,12 +26,12 @@ _MARKS: dict[Format, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The shapes and dtypes (in safetensors' names) that a tensor may have.
-    `optional`: it may be missing."""
+    """The shapes and dtypes (in safetensors' names) that a tensor may have."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...] = FLOATS
     optional: bool = False
+    """Whether the tensor may be missing."""
 
 
 def expected_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, Expected]:

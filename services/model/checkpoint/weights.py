@@ -56,8 +56,8 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The GGUF or safetensors files of a checkpoint, sorted by name. StartupError: there are none,
-    or the index is invalid or names a missing file."""
+    """The GGUF or safetensors files of a checkpoint, sorted by name. Raises StartupError if there
+    are no files, or if the index is invalid or names a missing file."""
     if (gguf := gguf_file(directory)) is not None:
         return GgufFile.read(gguf).paths
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
@@ -97,8 +97,8 @@ def _used(header: dict[str, StoredTensor], config: ModelConfig) -> dict[str, Sto
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. StartupError: the file is not a safetensors file,
-    is truncated, or its tensors overlap or leave gaps."""
+    """The tensors of a safetensors file, by name. Raises StartupError if the file is not a
+    safetensors file, or is truncated, or if its tensors overlap or leave gaps."""
     try:
         with open_regular_file(path) as file:
             num_bytes = path.stat().st_size
@@ -127,7 +127,7 @@ def _stored(entry: dict[str, Any]) -> StoredTensor:
 
 
 def _end(tensors: dict[str, StoredTensor]) -> int:
-    """Where the last tensor ends. ValueError: the tensors do not follow one another."""
+    """Where the last tensor ends. Raises ValueError if the tensors do not follow one another."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         size = tensor.end - tensor.begin
@@ -142,7 +142,7 @@ def _end(tensors: dict[str, StoredTensor]) -> int:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The index's map from tensor names to file names. StartupError: the index is invalid."""
+    """The index's map from tensor names to files. Raises StartupError if the index is invalid."""
     try:
         weight_map = read_json(path, _MAX_INDEX_BYTES)["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}

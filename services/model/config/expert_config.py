@@ -8,17 +8,19 @@ from services.model.config.json_fields import JsonFields
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """`width`: the inner dimension of an expert. `normalizes`: the weights of a token's experts are
-    divided by their sum. `layers`: for each layer whether it has experts; the others have an
-    MLP. `alpha`, `limit`: of the gate (`kvops.experts.ExpertWeights.swiglu`); limit 0: SiLU."""
+    """The experts of a model's layers."""
 
     num: int
     top_k: int
     width: int
+    """The inner dimension of an expert."""
     normalizes: bool
+    """Whether the weights of a token's experts are divided by their sum."""
     layers: tuple[bool, ...]
+    """Whether each layer has experts; a layer without experts has an MLP."""
     alpha: float = 0.0
     limit: float = 0.0
+    """The bound of `kvops.experts.ExpertWeights.swiglu`, with `alpha`; 0 is SiLU."""
 
 
 def read_experts(config: JsonFields, family: Family, num_layers: int) -> ExpertConfig | None:

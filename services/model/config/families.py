@@ -62,72 +62,75 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names of a layer's experts: `place` of router and experts in a layer of the checkpoint,
-    and their linears; `numbers` and `width`: the fields of config.json that say how many there are
-    (any of some; `number` if all are absent), and their inner dimension. `normalizes`: the weights
-    of a token's experts are divided by their sum; None: as `norm_topk_prob` says. `some_layers`:
-    `mlp_only_layers` and `decoder_sparse_step` say which layers have experts. `biases`: router and
-    experts have biases. `stacked`: each tensor has all experts of a layer
-    (`services.engine.weights.stacked_experts`).
-    `swiglu`: the gate is that of `swiglu_alpha` and `swiglu_limit`."""
+    """The names of a layer's experts in a checkpoint."""
 
     place: str
+    """The place of router and experts in a layer; the next four are the names of their linears."""
     router: str
     gate: str
     up: str
     down: str
     numbers: tuple[str, ...]
+    """The fields of config.json with the number of experts; one of them suffices."""
     width: str
+    """The field of config.json with the inner dimension of an expert."""
     number: int | None = None
+    """The number of experts if all of `numbers` are absent."""
     normalizes: bool | None = None
+    """Whether the weights of a token's experts are divided by their sum; None leaves that to
+    `norm_topk_prob`."""
     some_layers: bool = False
+    """Whether `mlp_only_layers` and `decoder_sparse_step` tell which layers have experts."""
     biases: bool = False
+    """Whether router and experts have biases."""
     stacked: bool = False
+    """Whether each tensor has all experts of a layer
+    (`services.engine.weights.stacked_experts`)."""
     swiglu: bool = False
+    """Whether the gate uses `swiglu_alpha` and `swiglu_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture's decoder differs from Llama's, which is the default of each field.
-
-    `norms`: which norms a layer has, and their names. `norm_offset`: is added to the weights of all
-    norms. `qk_norm`: how queries and keys are normalized before their rotation. `biases`: of
-    attention. `mlp_bias`: whether the field `mlp_bias` has a meaning. `activation`: of the MLP's
-    gate; `activation_name`: the field that has it. `windows`: which layers have a sliding window.
-    `ropes`: of the layers. `rope_scaling`: that of a config.json without any. `partial_rotary`:
-    whether `partial_rotary_factor`, the part of a head that is rotated, has a meaning.
-    `interleaved`: a rotation's pairs are neighbours in the checkpoint.
-    `scaled_embedding`: embeddings are multiplied by the root of the hidden size. `numbers`: which
-    fields that scale or bound values have a meaning. `fused`: linears of the checkpoint that are
-    several of Llama's, `qkv_proj` or `gate_up_proj`. `experts`: None: no layer has any.
-    `sinks`: attention has a sink for each head.
-
-    `defaults`: the value of each field that a config.json may leave out, where transformers has
-    another one than `ModelConfig` reads for all. `ignored`: fields that transformers ignores for
-    this architecture, and so does Quire. `neutral`: fields that published checkpoints have, which
-    say nothing with this value.
-    """
+    """How an architecture's decoder differs from Llama's, which is the default of each field."""
 
     norms: Norms = Norms()
+    """The norms of a layer, and their names."""
     norm_offset: float = 0.0
+    """The number that is added to the weights of all norms."""
     qk_norm: QKNorm = "none"
+    """The norm of queries and keys before their rotation."""
     biases: Biases = "as configured"
     mlp_bias: bool = False
+    """Whether the field `mlp_bias` has a meaning."""
     activation: Activation = "silu"
     activation_name: str = "hidden_act"
+    """The field with the activation of the MLP's gate."""
     windows: Windows = "none"
+    """Which layers have a sliding window."""
     ropes: Ropes = "one"
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """The scaling of a config.json without any."""
     partial_rotary: bool = False
+    """Whether `partial_rotary_factor`, the part of a head that is rotated, has a meaning."""
     interleaved: bool = False
+    """Whether a rotation's pairs are neighbours in the checkpoint."""
     scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size."""
     numbers: tuple[Number, ...] = ()
+    """The fields that scale or bound values and have a meaning."""
     fused: tuple[str, ...] = ()
+    """The linears of the checkpoint that are several of Llama's, `qkv_proj` or `gate_up_proj`."""
     experts: ExpertNames | None = None
+    """The names of the experts; None if no layer has any."""
     sinks: bool = False
+    """Whether attention has a sink for each head."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of fields that a config.json may leave out, if `ModelConfig` reads other ones."""
     ignored: tuple[str, ...] = ()
+    """The fields that transformers ignores for this architecture, and so does Quire."""
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of published checkpoints that say nothing with this value."""
 
 
 _GEMMA_NORMS = Norms(

@@ -16,8 +16,8 @@ this size takes 150 MB."""
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """The text of a small file. StartupError: it cannot be read, is larger, is no regular file, or
-    is not UTF-8."""
+    """The text of a small file. Raises StartupError if the file cannot be read, is larger, is no
+    regular file, or is not UTF-8."""
     try:
         return read_small_file(path, max_bytes).decode()
     except OSError as error:
@@ -27,8 +27,8 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file. StartupError: the file cannot be read, is larger, is no regular
-    file, or is not JSON."""
+    """The value in a JSON file. Raises StartupError if the file cannot be read, is larger, is no
+    regular file, or is not JSON."""
     try:
         return parse_json(path, read_small_file(path, max_bytes))
     except OSError as error:
@@ -36,7 +36,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(path: Path, content: str | bytes) -> Any:
-    """The value of JSON text, which is in the file `path`. StartupError: it is not JSON."""
+    """The value of a text from the file `path`. Raises StartupError if the text is not JSON."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -49,8 +49,8 @@ def parse_json(path: Path, content: str | bytes) -> Any:
 class JsonFields:
     """The fields of a JSON object. A field with the value null counts as missing.
 
-    `prefix`: the path of names that leads to this object, for errors. `asked`: the names of all
-    fields that were asked for. StartupError: a field is missing, or has a wrong type or value.
+    `prefix` is the path of names to this object, for errors. `asked` has the names of all fields
+    that were asked for. Raises StartupError if a field is missing, or has a wrong type or value.
     """
 
     path: Path

@@ -56,22 +56,11 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a decoder-only model of one of the architectures in `FAMILIES`.
-
-    `family`: the architecture's row there. It is a part of the configuration, so that fingerprints
-    include it. `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `windows`: for each
-    layer the number of positions that a query sees, its own included; None: all. `ropes`: for each
-    layer its rotation; None: none. `attention_scale`: of the products of queries and keys. `dtype`:
-    of the weights in the files that are not quantized, one of `DTYPES`. `quantization`: None if no
-    weights are quantized.
-
-    Factors: `embedding_scale` of embeddings, `residual_scale` of a sublayer's output, `logit_scale`
-    of logits. `attention_cap`, `logit_cap`: soft caps of scores and of logits, cap * tanh(x / cap);
-    None: none.
-    """
+    """The configuration of a decoder-only model of one of the architectures in `FAMILIES`."""
 
     architecture: str
     family: Family
+    """The architecture's row in `FAMILIES`. Fingerprints include it with the configuration."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -82,22 +71,30 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
+    """The rotation of each layer; None rotates nothing."""
     attention_scale: float
+    """The factor of the products of queries and keys."""
     tied_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     windows: tuple[int | None, ...]
+    """The number of positions that a query sees in each layer, its own included; None is all."""
     dtype: str
+    """The dtype of the weights that are not quantized, one of `DTYPES`."""
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
     quantization: StoredQuantization | None = None
+    """None if no weights are quantized."""
     experts: ExpertConfig | None = None
     attention_cap: float | None = None
+    """The soft cap of scores, cap * tanh(x / cap), if they have one."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    """The factor of a sublayer's output."""
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    """The soft cap of logits, if they have one."""
 
     def for_context(self, context: int | None) -> "ModelConfig":
         """The configuration of a worker whose requests have at most `context` positions; None: the
@@ -105,7 +102,7 @@ class ModelConfig:
         positions are rotated alike, whatever the length of a request, so that blocks of a prefix
         can be shared.
 
-        StartupError: the context is longer than the model's.
+        Raises StartupError if the context is longer than the model's.
         """
         if context is not None and context > self.max_position_embeddings:
             raise StartupError(

@@ -27,20 +27,20 @@ _BLOCK = [128, 128]
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """How a checkpoint stores its quantized linears. A linear that it stores in floating point is
-    not quantized.
-
-    `kind`: None if the weights are converted to bf16. `group`: the inputs that share a scale, for
-    the int4 kinds. `symmetric`: without zero points. `zero_offset`: what is added to a stored zero
-    point. `block`: whether fp8 weights have a scale for each 128 x 128 of them.
-    """
+    """How a checkpoint stores its quantized linears. A linear in floating point is not
+    quantized."""
 
     format: Format
     kind: StoredKind | None
+    """None if the weights are converted to bf16."""
     group: int = 0
+    """The number of inputs that share a scale, for the int4 kinds."""
     symmetric: bool = False
+    """Whether there are no zero points."""
     zero_offset: int = 0
+    """The number that is added to a stored zero point."""
     block: bool = False
+    """Whether fp8 weights have a scale for each 128 x 128 of them."""
 
 
 def stored_quantization(config: JsonFields) -> StoredQuantization | None:

@@ -63,7 +63,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | FrequencyD
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`width`: how many dimensions of a head are rotated, from the first on; None: all."""
+    """The rotation of a layer: of the first `width` dimensions of a head; None is all."""
 
     theta: float
     scaling: Scaling | None = None
@@ -200,8 +200,8 @@ def _yarn(config: JsonFields, fields: JsonFields, theta: float, width: int) -> Y
 def yarn_band(
     theta: float, width: int, original: int, turns: tuple[float, float], *, truncate: bool
 ) -> tuple[float, float]:
-    """The pairs between which YaRN interpolates: those that make so many turns in the original
-    context. `truncate`: they are whole numbers."""
+    """The pairs between which YaRN interpolates: they make so many turns in the original context.
+    With `truncate` they are whole numbers."""
 
     def pair_of(num_turns: float) -> float:
         turns_of_first = original / (2 * math.pi)

@@ -40,26 +40,25 @@ _IN_LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """An architecture of GGUF files, which contain less than a config.json: what they do not say
-    is here.
-
-    `architecture`: the one of config.json; `with_experts`: that of files with `expert_count`.
-    `pairs`: llama.cpp stores the rows of queries and keys in its own order, in which the two halves
-    of a rotation are neighbours. `period`: all layers have a sliding window but each `period`-th;
-    0: all have one; None: none may. `default_window`: where the file has no `sliding_window`; 0: no
-    layer has one then; None: it must have it.
-    `largest`: the number of layers of the family's largest model, whose scores are scaled by
-    hidden size / heads instead of the size of a head. `norms`: names of norms that other families
-    call otherwise.
-    """
+    """An architecture of GGUF files, with the facts that these files lack and a config.json has."""
 
     architecture: str
+    """The architecture in config.json."""
     with_experts: str | None = None
+    """The architecture of files with `expert_count`."""
     pairs: bool = False
+    """Whether llama.cpp stores the rows of queries and keys in its own order, in which the two
+    halves of a rotation are neighbours."""
     period: int | None = None
+    """All layers have a sliding window but each `period`-th; 0 if all have one, None if none
+    may."""
     default_window: int | None = 0
+    """The window of a file without `sliding_window`; 0 is none, and None refuses the file."""
     largest: int = 0
+    """The number of layers of the family's largest model, which scales scores by hidden size /
+    heads instead of the size of a head."""
     norms: Mapping[str, str] | None = None
+    """The names of norms that other families name otherwise."""
 
 
 GGUF_FAMILIES: Mapping[str, GgufFamily] = {

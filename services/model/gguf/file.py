@@ -87,18 +87,18 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape`: outermost dimension first. `begin`: the offset of its bytes in the file `path`."""
+    """A tensor in the file `path`."""
 
     type: TensorType
-    shape: Shape
+    shape: Shape  # outermost dimension first
     path: Path
-    begin: int
+    begin: int  # offset of its bytes in the file
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A model's file, or the first of several. `paths`: all of them."""
+    """A model's file, or the first of several. `paths` are all of them."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -113,8 +113,8 @@ class GgufFile:
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
         """Read the header, or the headers of all files of the model, of which `path` is the first.
-        StartupError: a file is missing, is not GGUF, is truncated, or has a tensor of a type that
-        is not supported."""
+        Raises StartupError if a file is missing, is not GGUF, is truncated, or has a tensor of a
+        type that is not supported."""
         try:
             status = path.stat()
             return _cached(path, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -125,7 +125,7 @@ class GgufFile:
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a checkpoint's path means: the path itself, or the only such file in a
     directory without safetensors (of a model in several files the first one); None: the checkpoint
-    is in another format. StartupError: the directory has several models."""
+    is in another format. Raises StartupError if the directory has several models."""
     if path.is_file():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors*")):
@@ -143,7 +143,7 @@ def _unreadable(path: Path, error: Exception) -> StartupError:
 
 
 class _Reader:
-    """Reads values one after another. ValueError: the file ends before a value."""
+    """Reads values one after another. Raises ValueError if the file ends before a value."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

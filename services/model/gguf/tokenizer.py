@@ -43,14 +43,16 @@ _GPT_4O = (
 
 
 class _Split(NamedTuple):
-    """`expression`: its matches are split from a text; None: GPT-2's. `digits`: each is split from
-    the others before. `whole_words`: words of the vocabulary are tokens even if no merges lead to
-    them. `starts`: texts begin with the start token where the file does not say whether they do."""
+    """How a tokenizer splits texts."""
 
     expression: str | None
+    """The expression that matches the pieces of a text; None is GPT-2's."""
     digits: bool = False
+    """Whether each digit is split from the others before."""
     whole_words: bool = False
+    """Whether words of the vocabulary are tokens even if no merges lead to them."""
     starts: bool = False
+    """Whether texts begin with the start token if the file does not tell."""
 
 
 _LLAMA_BPE = _Split(_LLAMA3, whole_words=True, starts=True)

@@ -1,1 +1,1 @@
-"""Structured output: forms of texts, and which tokens they allow next."""
+"""Structured output: forms of texts, and the tokens that they allow next."""

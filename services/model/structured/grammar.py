@@ -31,15 +31,15 @@ _MOST_CHARS = 400
 
 @dataclass(slots=True)
 class Compiled:
-    """A compiled structure. Copies of its matcher share what their lexer learns: its states, of
-    which there are at most `max_lexer_states` for all texts together. `is_worn`: a text has needed
-    more, so later requests should have the structure compiled again."""
+    """A compiled structure. Copies of its matcher share the states that their lexer learns, at most
+    `max_lexer_states` for all texts together."""
 
     structure: Structure
     vocabulary: Vocabulary
     matcher: LLMatcher
     seconds: float
     is_worn: bool = False
+    """Whether a text has needed more states, so that later requests should compile it again."""
 
     def again(self, failed: LLMatcher) -> LLMatcher:
         """A matcher that shares nothing with `failed`. GrammarFault: that would not help, or takes
@@ -54,9 +54,8 @@ class Compiled:
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> Compiled:
     """Compiles a structure, within limits that keep most of them cheap; `checker` has limits for
-    the rest. Releases the interpreter's lock. InvalidRequest: it is wrong or too complex; the
-    message says this of whatever the structure is called in the request.
-    """
+    the rest. Releases the interpreter's lock. Raises InvalidRequest if the structure is wrong or
+    too complex; the message names the structure as the request does."""
     began = time.perf_counter()
     try:
         grammar = grammar_of(structure, vocabulary.special)

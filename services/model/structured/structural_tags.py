@@ -50,8 +50,8 @@ seconds for a long text, and tokens that the model would not draw."""
 
 
 def grammar_of(structure: Structure, special: Mapping[str, int]) -> str:
-    """The grammar of a structure. `special`: the ids of special tokens by name. Raises ValueError
-    if its text is malformed; whether a grammar is valid is known when it is compiled."""
+    """The grammar of a structure. `special` has the ids of special tokens by name. Raises
+    ValueError if its text is malformed; whether a grammar is valid is known when it is compiled."""
     rules = _Rules(special)
     start = f"start: {rules.add(format_of(structure))}"
     lark = "\n".join([_HEAD, *rules.lines, start])

@@ -33,8 +33,8 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`special`: the ids of special tokens, which are no text, by name. `ends`: the ids of tokens
-    that end a text."""
+    """`special` has the ids of special tokens, which are no text, by name; `ends` has the ids of
+    tokens that end a text."""
 
     tokens: LLTokenizer
     special: Mapping[str, int]
@@ -46,7 +46,7 @@ class Vocabulary:
         cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
     ) -> "Vocabulary":
         """The tokens of a model whose logits have `vocab_size` columns. Takes about a second, and
-        60 MB, for 150,000 tokens. InvalidRequest: no token ends a text."""
+        60 MB, for 150,000 tokens. Raises InvalidRequest if no token ends a text."""
         if not eos_token_ids:
             raise InvalidRequest("structured output needs a model with an end-of-sequence token")
         tokens = _Tokens(tokenizer, vocab_size, min(eos_token_ids))

@@ -31,14 +31,14 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_tokenizer_config(directory: Path) -> Mapping[str, Any]:
-    """The content of tokenizer_config.json; empty if the file does not exist. StartupError: it is
-    not a JSON object."""
+    """The content of tokenizer_config.json; empty if the file does not exist. Raises StartupError
+    if the file is not a JSON object."""
     return _read(directory / TOKENIZER_CONFIG_FILE)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
     """The text of each special token, by role. In the files a token is a string, or an object with
-    the string in `content`. StartupError: a file is not a JSON object."""
+    the string in `content`. Raises StartupError if a file is not a JSON object."""
     if (gguf := gguf_file(directory)) is not None:
         return gguf_special_tokens(GgufFile.read(gguf))
     config = _merged(directory)
@@ -48,7 +48,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 def add_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
     """Add to a tokenizer the tokens that only the files beside tokenizer.json name, in the order in
-    which transformers adds them. StartupError: a file is wrong."""
+    which transformers adds them. Raises StartupError if a file is wrong."""
     config = _merged(directory)
     known = set(tokenizer.get_added_tokens_decoder().values())
     missing = [token for token in _listed(directory, config) if token not in known]

@@ -29,8 +29,9 @@ variables of the template, and jinja2's own names."""
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled chat template. `special_tokens`: as in `Tokenizer.special_tokens`, text by name
-    (`bos_token` ...). `source`: its own, and that of the template for requests with tools."""
+    """A compiled chat template. `special_tokens` are as in `Tokenizer.special_tokens`, text by name
+    (`bos_token` ...). `source` is its text, with the text of the template for requests with
+    tools."""
 
     _template: Template
     _tool_template: Template
@@ -39,7 +40,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str]) -> Self | None:
-        """The checkpoint's chat template; None if it has none. StartupError: it is invalid."""
+        """The checkpoint's chat template, or None. Raises StartupError for an invalid template."""
         sources = _sources(directory)
         return None if sources is None else cls.from_source(sources[0], special_tokens, sources[1])
 
@@ -47,7 +48,7 @@ class ChatTemplate:
     def from_source(
         cls, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> Self:
-        """`tool_source`: the template for requests with tools; None: the same."""
+        """`tool_source` is the template for requests with tools; None is the same."""
         environment = _environment()
         try:
             template = environment.bounded_template(source)
@@ -79,9 +80,9 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation of `{"role": ..., "content": ...}` messages to a prompt.
 
-        The prompt contains its special tokens, so encode it without adding more. `arguments`:
-        variables that the client sets. `tools`: the functions that the model may call.
-        InvalidRequest: the template refuses the messages, or a client may not set one of the
+        The prompt contains its special tokens, so encode it without adding more. `arguments` are
+        the variables that the client sets, `tools` the functions that the model may call. Raises
+        InvalidRequest if the template refuses the messages, or if a client may not set one of the
         variables.
         """
         given = {

@@ -25,15 +25,14 @@ _MAX_IDS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The pieces of all tokens, by token id.
-
-    `following`: of a token inside of a text. `first`: of a token at the start of a text.
-    `num_stripped`: the most spaces that are removed from the start of a text.
-    """
+    """The pieces of all tokens, by token id."""
 
     following: Sequence[Piece]
+    """The piece of a token inside of a text."""
     first: Sequence[Piece]
+    """The piece of a token at the start of a text."""
     num_stripped: int = 0
+    """The most spaces that are removed from the start of a text."""
 
     def without(self, token_ids: Collection[int]) -> "Pieces":
         """The same pieces, but without text for these tokens."""
@@ -52,8 +51,8 @@ def _without(pieces: Sequence[Piece], token_ids: Collection[int]) -> Sequence[Pi
 
 
 def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
-    """The pieces of a tokenizer, with special tokens as text. StartupError: this module does not
-    know the tokenizer's decoder."""
+    """The pieces of a tokenizer, with special tokens as text. Raises StartupError if this module
+    does not know the tokenizer's decoder."""
     return _pieces(_texts(tokenizer), _decoder_steps(tokenizer))
 
 

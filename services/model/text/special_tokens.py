@@ -32,7 +32,7 @@ _STAND_INS = range(0x10FFFD, 0x100000, -1)
 def encoding_of(
     tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
 ) -> tokenizers.Encoding:
-    """Encode a text. InvalidRequest: the text contains a lone surrogate."""
+    """Encode a text. Raises InvalidRequest if the text contains a lone surrogate."""
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeEncodeError) as error:
@@ -60,10 +60,10 @@ class SpecialTokens:
 
     def hide(self, values: Any, keys: Collection[str] = ()) -> tuple[Any, Mapping[str, str]]:
         """Replace the text of special tokens in all strings of `values` (of JSON's types), keys of
-        objects included. `keys`: those that stay as they are, because a template names them.
+        objects included. `keys` of objects stay as they are, because a template names them.
 
-        Returns the new values, and the replaced text by the character that stands for it.
-        InvalidRequest: a string contains a lone surrogate.
+        Return the new values, and the replaced text by the character that stands for it. Raises
+        InvalidRequest if a string contains a lone surrogate.
         """
         matches = {string: self._to_hide(string) for string in _strings(values, keys)}
         found = {text for each in matches.values() for _, _, text in each}
@@ -79,10 +79,10 @@ class SpecialTokens:
         return _replaced(values, new, keys), {char: text for text, char in hidden.items()}
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
-        """The token ids of a rendered chat. `hidden`: the second result of `hide`.
+        """The token ids of a rendered chat. `hidden` is the second result of `hide`.
 
-        InvalidRequest: text of a message encodes to a special token by the tokenizer's normal
-        rules, so it cannot be encoded as text.
+        Raises InvalidRequest if text of a message encodes to a special token by the tokenizer's
+        normal rules, so it cannot be encoded as text.
         """
         matches = _matches(self._added, text)
         text = _with(

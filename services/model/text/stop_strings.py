@@ -8,8 +8,8 @@ from services.runtime.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """The result of a push. `text`: text that can be shown now. `stop`: the stop string that ended
-    the text; the caller must not push more then."""
+    """The result of a push. `text` can be shown now. `stop` is the stop string that ended the text;
+    the caller must not push more then."""
 
     text: str
     stop: str | None = None
@@ -20,8 +20,8 @@ class StopMatcher:
 
     The stop string that is complete first ends the text. If several end at the same character, the
     longest one counts, so that no part of it stays in the text. The result does not depend on how
-    the text is divided into pushes. `included`: whether the stop string is part of the text.
-    InvalidRequest: a stop string is empty.
+    the text is divided into pushes. If `included`, the stop string is part of the text. Raises
+    InvalidRequest if a stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
@@ -34,7 +34,7 @@ class StopMatcher:
 
     def push(self, text: str, *, may_end: bool = True) -> Scanned:
         """Scan more text; holds back the end that may still become a stop string, unless stop
-        strings are `included`. `may_end`: False ignores stop strings that end within `text`."""
+        strings are `included`. `may_end=False` ignores stop strings that end within `text`."""
         if not self._trackers:
             return Scanned(text)
         seen = self._held + text

@@ -124,7 +124,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
     def bounded_template(self, source: str) -> Template:
-        """The template with checks in its loops and joins. TemplateError: its syntax is wrong."""
+        """Add checks to loops and joins of a template. Raises TemplateError for wrong syntax."""
         template = self.parse(source)
         for loop in list(template.find_all(nodes.For)):
             loop.body.insert(0, nodes.ExprStmt(_call("turn", [])))
@@ -207,8 +207,8 @@ def _printed(value: Any) -> Any:
 
 
 def _weight(values: list[Any]) -> tuple[int, int]:
-    """The size of values with all that is in them, and the largest integer there. TemplateError:
-    they are too large."""
+    """The size of values with all that is in them, and the largest integer there. Raises
+    TemplateError if the values are too large."""
     size, largest = 0, 0
     left = [iter(values)]
     while left:

@@ -25,18 +25,16 @@ _MAX_TOKENIZER_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, which threads may share. `encode` releases the interpreter lock.
-
-    `special_tokens`: text by role, as in chat templates (`bos_token`, `eos_token` ...).
-    """
+    """A tokenizer, which threads may share. `encode` releases the interpreter lock."""
 
     _tokenizer: tokenizers.Tokenizer
     special_tokens: dict[str, str]
+    """The text of each role, as in chat templates (`bos_token`, `eos_token` ...)."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
-        """Read a checkpoint's tokenizer. StartupError: tokenizer.json is missing or invalid, or its
-        decoder cannot be streamed."""
+        """Read a checkpoint's tokenizer. Raises StartupError if tokenizer.json is missing or
+        invalid, or its decoder cannot be streamed."""
         tokenizer = cls(read_tokenizer(directory), special_tokens(directory))
         _ = tokenizer.pieces, tokenizer.special  # compute them now, not at the first request
         return tokenizer
@@ -72,18 +70,17 @@ class Tokenizer:
         return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The token ids of `text`. `add_special_tokens`: False for a rendered chat, which has its
+        """The token ids of `text`. `add_special_tokens` is False for a rendered chat, which has its
         special tokens already.
 
-        InvalidRequest: the text contains a lone surrogate.
+        Raises InvalidRequest if the text contains a lone surrogate.
         """
         encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
-        """The token ids of a rendered chat. `hidden`: the text that `special.hide` has hidden in
-        its messages. Raises InvalidRequest.
-        """
+        """The token ids of a rendered chat. `hidden` is the text that `special.hide` has hidden in
+        its messages. Raises InvalidRequest."""
         if hidden:
             return self.special.encode(text, hidden)
         return self.encode(text, add_special_tokens=False)
@@ -112,7 +109,7 @@ class Tokenizer:
     def detokenizer(
         self, *, starts_text: bool = False, skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """A new detokenizer. `starts_text`: whether its tokens start a text; else they continue a
+        """A new detokenizer. Its tokens start a text if `starts_text`, or else continue a
         prompt."""
         pieces = self.pieces if skip_special_tokens else self.all_pieces
         return Detokenizer(pieces, starts_text=starts_text)
@@ -123,8 +120,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """The path of tokenizer.json, or of the GGUF file that has the tokenizer. StartupError: it does
-    not exist."""
+    """The path of tokenizer.json, or of the GGUF file that has the tokenizer. Raises StartupError
+    if there is no such file."""
     if (gguf := gguf_file(directory)) is not None:
         return gguf
     path = directory / TOKENIZER_FILE
@@ -142,8 +139,8 @@ def tokenizer_file(directory: Path) -> Path:
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json, or the tokenizer in a GGUF file, and check its decoder. StartupError: as
-    `Tokenizer.from_directory`."""
+    """Read tokenizer.json, or the tokenizer in a GGUF file, and check its decoder. Raises
+    StartupError as `Tokenizer.from_directory` does."""
     if (gguf := gguf_file(directory)) is not None:
         tokenizer = gguf_tokenizer(GgufFile.read(gguf))
         check_added_tokens(tokenizer, gguf)

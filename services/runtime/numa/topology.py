@@ -19,15 +19,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class HostCpus:
-    """CPUs of a host. `nodes`: those that have such CPUs, sorted by id. `cores`: the CPUs of each
-    core (hyperthreads), sorted."""
+    """CPUs of a host."""
 
     nodes: tuple[Node, ...]
+    """The nodes with such CPUs, sorted by id."""
     cores: tuple[tuple[int, ...], ...]
+    """The CPUs of each core (hyperthreads), sorted."""
 
     @classmethod
     def read(cls, usable: Collection[int], system: Path = _SYSTEM) -> Self:
-        """`usable`: the CPUs that the process may use. If /sys does not place them all, as on a
+        """`usable` are the CPUs that the process may use. If /sys does not place them all, as on a
         kernel without NUMA, they are one node; a CPU without listed siblings is a core."""
         found = {
             int(path.name.removeprefix("node")): _read_cpus(path / "cpulist")

@@ -26,7 +26,7 @@ the end of the next wait."""
 
 
 class Arrivals:
-    """The messages that arrive at one server. `slow_s`: after this time a message is slow."""
+    """The messages that arrive at one server. A message is slow after `slow_s`."""
 
     def __init__(self, slow_s: float) -> None:
         self._slow_s = slow_s
@@ -35,7 +35,7 @@ class Arrivals:
         self._timers: dict[asyncio.Timeout, asyncio.TimerHandle] = {}
 
     async def message(self, context: aio.ServicerContext[Any, Any]) -> bytes:
-        """The call's message. InvalidRequest: there is none. Overloaded: it gave way."""
+        """The call's message. Raises InvalidRequest without one, and Overloaded if it gave way."""
         received = await self._next(context)
         if received is None:
             raise InvalidRequest("the call has no message")

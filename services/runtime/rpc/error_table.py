@@ -126,29 +126,27 @@ def error_of(
 
 
 def expected_failure(error: BaseException) -> Failure | None:
-    """The row of the error's most specific class that has a row; None if no class has one."""
+    """Return a RemoteError's own failure, or the row of the error's most specific class that has a
+    row; None if no class has one."""
+    if isinstance(error, RemoteError):
+        return error.failure
     return next((FAILURES[cls] for cls in type(error).__mro__ if cls in FAILURES), None)
 
 
 def code_of(error: BaseException) -> str:
     """The error's code, as clients, logs and metrics show it."""
-    failure = error.failure if isinstance(error, RemoteError) else expected_failure(error)
+    failure = expected_failure(error)
     return failure.code if failure else INTERNAL_CODE
 
 
 def failure_of(error: Exception) -> Failure:
     """The answer for a client. Logs an error that has no row, with its traceback."""
-    failure = error.failure if isinstance(error, RemoteError) else _failure_of(error)
-    if len(failure.text) <= _MAX_TEXT_CHARS:
-        return failure
-    return replace(failure, text=failure.text[:_MAX_TEXT_CHARS] + " ...")
-
-
-def _failure_of(error: Exception) -> Failure:
     row = expected_failure(error)
     if row is None:
         error_id = secrets.token_hex(8)
         log.error("internal_error", error_id=error_id, exc_info=error)
         return Failure(INTERNAL_CODE, StatusCode.INTERNAL, 500, f"internal error {error_id}")
-    delay_s = getattr(error, "retry_delay_s", row.retry_delay_s)
-    return replace(row, text=row.text or str(error) or row.code, retry_delay_s=delay_s)
+    text = row.text or str(error) or row.code
+    if len(text) > _MAX_TEXT_CHARS:
+        text = text[:_MAX_TEXT_CHARS] + " ..."
+    return replace(row, text=text, retry_delay_s=getattr(error, "retry_delay_s", row.retry_delay_s))

@@ -51,7 +51,7 @@ class Guard(Protocol):
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of the server. `guard`: must admit each call before its handler runs."""
+    """Wraps every handler of the server. `guard` must admit each call before its handler runs."""
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = guard
@@ -103,8 +103,8 @@ def _wrapped(
     handler: _Handler, call: _Call, admit: _Admit | None, arrivals: Arrivals, *, is_open: bool
 ) -> _Handler:
     """The handler with its guard. It takes a stream, also where the method takes one message: gRPC
-    would read that message before the guard admits the call. `call`: the handler's method.
-    `is_open`: anybody may call."""
+    would read that message before the guard admits the call. `call` is the handler's method.
+    Anybody may call it if it `is_open`."""
     decode: Any = handler.request_deserializer
 
     async def message(_stream: Any, context: _Context) -> Any:
@@ -159,7 +159,7 @@ def _guarded(call: _Call, read: _Call, admit: _Admit | None) -> _Call:
 
 
 async def _decoded(data: bytes, decode: _Decode) -> Any:
-    """Decode a request. InvalidRequest: decoding would create too many objects."""
+    """Decode a request. Raises InvalidRequest if decoding would create too many objects."""
     message = getattr(decode, "__self__", None)  # `decode` is FromString of this generated class
     if message is not None and len(data) > SMALL_BYTES:
         await asyncio.to_thread(check_counts, data, message)

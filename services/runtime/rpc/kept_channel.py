@@ -15,7 +15,7 @@ _closing: set[asyncio.Task[None]] = set()
 
 
 class KeptChannel:
-    """A channel to `address`. `tls`: None: no TLS."""
+    """A channel to `address`. `tls` is None without TLS."""
 
     def __init__(self, address: str, tls: TlsFiles | None) -> None:
         self.address = address

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """A queue of messages to send, in order. `size`: returns the bytes of a message."""
+    """A queue of messages to send, in order. `size` returns the bytes of a message."""
 
     def __init__(self, size: Callable[[T], int]) -> None:
         self._size = size
@@ -39,7 +39,8 @@ class Outbox(Generic[T]):
             self._changed.set()
 
     def close(self, *, drop: bool = False) -> None:
-        """Accept no more messages; `drop`: also discard the waiting ones. May be called again."""
+        """Accept no more messages; with `drop`, also discard the waiting messages. May be called
+        again."""
         self._closed = True
         if drop:
             self._waiting.clear()

@@ -71,7 +71,7 @@ def _skip(data: bytes, position: int, wire_type: int) -> int:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The value at `position`, and the position behind it. IndexError: the data is truncated."""
+    """The value at `position`, and the position behind it. Raises IndexError for truncated data."""
     value = shift = 0
     while (byte := data[position]) >= 128:
         value |= (byte & 127) << shift

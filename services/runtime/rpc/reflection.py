@@ -16,8 +16,8 @@ SERVICE_NAME_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def enable_reflection(services: Sequence[str], server: aio.Server) -> None:
-    """Enable reflection on a server. `services`: full names; reflection lists its own two services
-    too."""
+    """Enable reflection on a server. `services` are full names; reflection lists its own two
+    services too."""
     pool = descriptor_pool.Default()
     _add_descriptor(pool)
     names = (*services, reflection.SERVICE_NAME, SERVICE_NAME_V1)

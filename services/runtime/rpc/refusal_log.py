@@ -20,7 +20,7 @@ class RefusalLog:
         self._hosts: dict[str, tuple[float, int]] = {}  # host -> (next line at, refusals)
 
     def note(self, peer: str, **keys: str) -> None:
-        """Note the refusal of a call. `peer`: its client, as host:port."""
+        """Note the refusal of a call. `peer` is its client, as host:port."""
         host, now = peer.rpartition(":")[0] or peer, self._clock()
         again_at, num_refused = self._hosts.get(host, (now, 0))
         if now >= again_at:

@@ -43,8 +43,8 @@ class TlsFiles:
         return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
 
     def check(self) -> None:
-        """StartupError: a file is missing or broken, the key is another certificate's, or the
-        certificate has expired."""
+        """Raises StartupError if a file is missing or broken, the key is another certificate's, or
+        the certificate has expired."""
         for what, file in (("certificate", self.certificate), ("key", self.key), ("CA", self.ca)):
             try:
                 if file is not None:
@@ -124,8 +124,8 @@ def service_tls(settings: ServiceSettings) -> TlsFiles | None:
 def given_files(
     prefix: str, settings: Mapping[str, Path | None], ca: str, *, needs_ca: bool = True
 ) -> TlsFiles | None:
-    """The files that three settings name: certificate, key, and `ca`. StartupError: only some of
-    those that are needed are set."""
+    """The files that three settings name: certificate, key, and `ca`. Raises StartupError if only
+    some of the necessary files are set."""
     needed = [name for name in settings if needs_ca or name != ca]
     missing = [prefix + name.upper() for name in needed if settings[name] is None]
     if missing and any(settings.values()):

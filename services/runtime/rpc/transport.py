@@ -73,10 +73,10 @@ class RpcServer:
     NOT_SERVING until `set_serving(True)`.
 
     `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
-    or refuses each call. `max_connections`: for ports that are open to the outside; the
-    server closes further connections at once, and idle ones after 5 minutes; each connection has at
-    most `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP
-    ports; None: no TLS. `health`: the service's, which follows `set_serving`.
+    or refuses each call. `max_connections`: for ports that are open to the outside; the server
+    closes further connections at once, and idle ones after 5 minutes; each connection has at most
+    `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP ports; None: no TLS. `health` is
+    the service's, and follows `set_serving`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listen on `port`, or on a free port if it is 0; returns the port.
 
-        StartupError: the server cannot listen at this address.
+        Raises StartupError if the server cannot listen at this address.
         """
         bound = self._bind(host, port)
         await self._start()
@@ -164,8 +164,8 @@ def _connection_limits(max_connections: int | None) -> tuple[tuple[str, int], ..
 
 
 def open_channel(address: str, tls: TlsFiles | None = None) -> aio.Channel:
-    """A channel to the address of another service; it connects and reconnects automatically. `tls`:
-    for TCP; None: no TLS."""
+    """A channel to the address of another service; it connects and reconnects automatically. `tls`
+    is for TCP; None is no TLS."""
     if tls is None or address.startswith("unix:"):
         return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     options = (*_CHANNEL_OPTIONS, *SERVICE_OPTIONS)

@@ -35,8 +35,9 @@ def check_tracing(settings: TracedSettings) -> None:
 
 @contextmanager
 def open_tracer(settings: TracedSettings, ratio: float = 1.0) -> "Iterator[Tracer | None]":
-    """The service's tracer; None without an endpoint. `ratio`: the share of requests to trace whose
-    clients do not decide that themselves. StartupError: OpenTelemetry is not installed."""
+    """The service's tracer; None without an endpoint. `ratio` is the share of requests to trace if
+    their clients do not decide that themselves. Raises StartupError if OpenTelemetry is not
+    installed."""
     if settings.otlp_endpoint is None:
         yield None
         return

@@ -61,8 +61,8 @@ class Tracer:
         start_ns: int | None = None,
         follows: Span | None = None,
     ) -> Span:
-        """Start a span. `parent`: a span, or a traceparent; "" or one that is malformed starts a
-        trace. `start_ns`: Unix time; None: now. `follows`: a span to link to."""
+        """Start a span. `parent` is a span, or a traceparent; an empty or malformed one starts a
+        trace. `start_ns` is Unix time; None is now. `follows` is a span to link to."""
         if isinstance(parent, str):
             context = _w3c.extract({TRACEPARENT: parent})
         else:

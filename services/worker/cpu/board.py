@@ -29,13 +29,14 @@ _TAKING = 1 << 30
 
 @dataclass(frozen=True, slots=True, order=True)
 class CpuBoardEntry:
-    """A worker's entry. `index`: its position on the board, in units of ENTRY_BYTES. `nodes`: the
-    NUMA nodes that have the worker's threads and memory, as long as it lives."""
+    """A worker's entry."""
 
     worker_id: str
     role: str
     index: int
+    """The position on the board, in units of ENTRY_BYTES."""
     nodes: tuple[int, ...] = (0,)
+    """The NUMA nodes that have the worker's threads and memory, as long as it lives."""
 
 
 class CpuBoard:
@@ -45,7 +46,7 @@ class CpuBoard:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the board, and make the file if needed. OSError: it cannot be made or mapped."""
+        """Open the board, or make it. Raises OSError if the file cannot be made or mapped."""
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, NUM_ENTRIES * ENTRY_BYTES)
         self.memory = mmap.mmap(self._fd, NUM_ENTRIES * ENTRY_BYTES)
@@ -59,7 +60,7 @@ class CpuBoard:
         choose_nodes: Callable[[Sequence[CpuBoardEntry]], tuple[int, ...]] = lambda _: (0,),
     ) -> CpuBoardEntry:
         """Take a free entry for this process. `choose_nodes` gets the entries of all others, and no
-        other process takes an entry meanwhile. StartupError: there is none."""
+        other process takes an entry meanwhile. Raises StartupError if no entry is free."""
         assert self._fd is not None
         fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, _TAKING)
         try:

@@ -67,7 +67,7 @@ def choose_domain(
 def lanes(host: HostCpus, entries: Sequence[CpuBoardEntry], own: CpuBoardEntry) -> tuple[Lane, ...]:
     """The lanes of `own`: first those on its home CPUs, then lent ones, node by node.
 
-    `entries`: of all workers of the host; each worker computes the same division from them.
+    `entries` are of all workers of the host; each worker computes the same division from them.
     """
     homes = divide(host, entries)
     nodes = {cpu: node.id for node in host.nodes for cpu in node.cpus}

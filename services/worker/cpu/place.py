@@ -17,8 +17,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker's place, from its start to its end. `host`: the CPUs that all workers divide.
-    `weights`, `arena`: the nodes that share the pages of the packed weights and of a new pool."""
+    """A worker's place, from its start to its end. All workers divide the CPUs of `host`. The nodes
+    of `weights` and `arena` share the pages of the packed weights and of a new pool."""
 
     host: HostCpus
     cpu_board: CpuBoard
@@ -41,9 +41,9 @@ class Place:
 
 def take_place(settings: WorkerSettings, worker_id: str, host: HostCpus | None = None) -> Place:
     """Choose a place beside the host's other workers, and bind this thread, and those that it will
-    start, to the place's nodes. `host`: all CPUs that this process may use; default: read here.
+    start, to the place's nodes. `host` has the CPUs that this process may use; None reads them.
 
-    StartupError: the board is full. OSError: it cannot be made.
+    Raises StartupError if the board is full, and OSError if it cannot be made.
     """
     whole = host or HostCpus.read(os.sched_getaffinity(0))
     if settings.numa == "off":

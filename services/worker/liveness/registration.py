@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # these modules import torch
 async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterator["Registration"]:
     """Register a worker under a new name, renew the registration, and withdraw it at the end.
 
-    `patience_s`: how long to wait for Redis at the start. Raises if Redis is not there by then, or
-    if the registry is lost later.
+    It waits `patience_s` for Redis at the start. Raises if Redis is not there by then, or if the
+    registry is lost later.
     """
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
         # Running requests hold blocks, so the worker waits for the store without limit.

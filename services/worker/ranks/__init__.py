@@ -1,4 +1,4 @@
-"""The processes of a worker of several ranks. A rank that ends, ends the whole worker.
+"""The processes of a worker of several ranks. When a rank ends, the whole worker ends.
 
 supervisor -> rank 0, `services.worker` -> rank 1.., this package
 """

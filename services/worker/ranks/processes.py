@@ -98,8 +98,8 @@ class Ranks:
     ) -> ComposedModel:
         """Load the model's shards, each rank its own, and connect the ranks. Returns rank 0's.
 
-        `ops`: of this rank. `shared`: this rank's weights, if they are shared. `progress` may raise
-        to stop. StartupError: the model cannot be divided or loaded.
+        `ops` and `shared`, the weights if they are shared, are this rank's. `progress` may raise to
+        stop. Raises StartupError if the model cannot be divided or loaded.
         """
         check_shards(read_model_config(plan.model), self.size)
         own = Rank(0)
@@ -126,7 +126,7 @@ class Ranks:
         return SharedSteps(self.peers, model, kv, block_size, ops)
 
     def measure(self, layout: PoolLayout, own: Callable[[], GpuMemoryPlan]) -> GpuMemoryPlan:
-        """The plan of the smallest GPU. `own`: measures rank 0, by steps of all ranks. Each of the
+        """The plan of the smallest GPU. `own` measures rank 0, by steps of all ranks. Each of the
         others takes at most as much, since rank 0 has all logits."""
         totals = self.peers.ask("measure", layout)
         plan = own()

@@ -104,8 +104,9 @@ class Prefill(Role[PrefillJob]):
     ) -> None:
         """End a request. No error if it is not here.
 
-        `index`: an abort of one of several sequences has no effect, because each of them draws only
-        one token here. The gateway leaves the aborted sequence out of the ticket that it sends on.
+        An abort of one of several sequences, with `index`, has no effect, because each of them
+        draws only one token here. The gateway leaves the aborted sequence out of the ticket that it
+        sends on.
         """
         job = self.jobs.get(session, request_id, attempt)
         if job and (index is None or job.ticket.is_only(index)):

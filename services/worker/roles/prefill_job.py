@@ -15,13 +15,13 @@ class PrefillJob(Job):
     """One attempt of a request."""
 
     block_keys: BlockKeys
-    """The block keys of its tokens."""
+    """The block keys of the request's tokens."""
     num_prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report at each position of the prompt; None: none."""
+    """The number of likeliest tokens to report for each token of the prompt; None reports none."""
     pooling: Pooling | None = None
-    """How to make the embedding of the prompt; None: it draws tokens."""
+    """The pooling of the prompt's embedding; None if the request draws tokens."""
     follows: PrefixHash | None = None
-    """The hash of a prefix that this worker computes for another job, for which this one waits."""
+    """The hash of a prefix that another job of this worker computes and this job waits for."""
     allocation: Allocation | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """The logprobs of the chunks so far."""
@@ -38,7 +38,7 @@ class PrefillJob(Job):
 
     @property
     def computes_all(self) -> bool:
-        """Whether it computes all tokens, even those in adopted blocks: it needs their states."""
+        """Whether the job computes all tokens, also in adopted blocks, to get their states."""
         is_mean = self.pooling and self.pooling.mode is PoolingMode.MEAN
         return bool(is_mean) or self.num_prompt_logprobs is not None
 
@@ -49,15 +49,14 @@ class PrefillJob(Job):
 
     @property
     def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
-        """The hashes to look for in the prefix index: those with which all sequences begin, and
-        behind them each sequence's own. A request that computes everything looks for the first
-        only."""
+        """The hashes to look for in the prefix index: the hashes with which all sequences begin,
+        and the further hashes of each sequence, which a request that computes everything omits."""
         shared, behind = self.block_keys.chains
         return shared, () if self.computes_all else behind
 
     def computed_blocks(self) -> list[ComputedBlocks]:
-        """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
-        if the request computes everything."""
+        """Return the adopted blocks of each sequence, with the number of their tokens that count as
+        computed: 0 if the request computes everything."""
         assert self.allocation is not None
         computed = self.block_keys.computed_blocks(self.allocation.cached(*self.chains))
         if not self.computes_all:
@@ -65,6 +64,6 @@ class PrefillJob(Job):
         return [replace(blocks, num_tokens=0) for blocks in computed]
 
     def prefilled(self) -> Prefilled:
-        """The event that reports its ticket, detached or finished, with all results."""
+        """Return the event that reports the ticket, detached or finished, with all results."""
         logprobs = tuple(self.prompt_logprobs)
         return Prefilled(self.ticket, tuple(self.outputs), logprobs, self.embedding)

@@ -43,7 +43,7 @@ class Role(ABC, Generic[J]):
     # Commands of gateways.
 
     def execute(self, session: Session, command: Command) -> None:
-        """Execute a gateway's command. InvalidRequest: no worker of this role can."""
+        """Execute a gateway's command. Raises InvalidRequest if it is for another role."""
         if not isinstance(command, Abort):
             raise InvalidRequest(f"{self.worker.worker_id} takes no {type(command).__name__}")
         self.abort(session, command.request_id, command.attempt, command.index)

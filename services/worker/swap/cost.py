@@ -5,9 +5,9 @@ _WEIGHT = 0.3
 
 
 class SwapCost:
-    """The measured time of swap-outs; a copy back is taken to cost the same. `block_s`: for each
-    block. `fixed_s`: for each swap, whatever its size (answers of the store, waking a thread).
-    None: not measured yet."""
+    """The measured time of swap-outs; a copy back is taken to cost the same. `block_s` is for each
+    block, `fixed_s` for each swap of any size (answers of the store, waking a thread). Both are
+    None before the first measurement."""
 
     def __init__(self) -> None:
         self.block_s: float | None = None

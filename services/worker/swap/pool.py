@@ -37,21 +37,22 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of a fetch. `computed`: for each sequence, the leading blocks of the worker's pool
-    that now have its KV, cached or copied. `num_blocks`: how many were copied. `completed`: the
-    full ones among the copied blocks, to commit."""
+    """The result of a fetch."""
 
     computed: Sequence[ComputedBlocks]
+    """The leading blocks of each sequence that now have its KV in the worker's pool."""
     num_blocks: int = 0
+    """The number of blocks that were copied."""
     completed: tuple[tuple[int, PrefixHash], ...] = ()
+    """The full blocks among them, to commit."""
 
 
 class SwapPool:
     """Moves KV between a worker's own pool and the swap pool.
 
     Copies run one at a time in a thread of their own, beside the steps; they touch only blocks that
-    no step touches. `copy_out` copies to the swap pool's arena, `copy_back` from it.
-    `compares_costs`: if False, swapping is always considered worthwhile.
+    no step touches. `copy_out` copies to the swap pool's arena, `copy_back` from it. Without
+    `compares_costs`, swapping always counts as worthwhile.
     """
 
     def __init__(

@@ -6,10 +6,13 @@ import pytest
 
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, prefill_pb2
+from services.gateway.scheduling.migration import Migration
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected
+
+Uneven = tuple[GatewayHarness, Migration, FakeDecode, FakeDecode, list[Call]]
 
 
 async def running_at(harness: GatewayHarness, decode: FakeDecode, *names: str) -> list[Call]:
@@ -80,7 +83,7 @@ async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_har
 
 
 @pytest.fixture
-async def uneven(make_harness: Any) -> tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]]:
+async def uneven(make_harness: Any) -> Uneven:
     """6 requests run at one worker, and none at the other. The migration runs when the test says
     so."""
     busy, idle = FakeDecode("busy"), FakeDecode("idle")
@@ -89,7 +92,9 @@ async def uneven(make_harness: Any) -> tuple[GatewayHarness, FakeDecode, FakeDec
     idle.pause_after = 3
     await harness.add(idle)
     await reported(harness, busy, 6)
-    return harness, busy, idle, calls
+    parts = harness.assembly
+    migration = Migration(parts.directory, parts.dispatcher, parts.changes, reserve_timeout_s=0.5)
+    return harness, migration, busy, idle, calls
 
 
 async def reported(harness: GatewayHarness, decode: FakeDecode, num_running: int) -> None:
@@ -100,13 +105,11 @@ async def reported(harness: GatewayHarness, decode: FakeDecode, num_running: int
     await until(lambda: worker.num_running == num_running)
 
 
-async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
-    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
-) -> None:
-    harness, busy, idle, calls = uneven
-    await harness.assembly.migration.rebalance_once()
+async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(uneven: Uneven) -> None:
+    _, migration, busy, idle, calls = uneven
+    await migration.rebalance_once()
     assert not idle.commands(decode_pb2.Reserve)  # it may be over by the next look
-    await harness.assembly.migration.rebalance_once()
+    await migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     assert set(idle.running) == {"r3", "r4", "r5"}
     assert set(busy.running) == {"r0", "r1", "r2"}
@@ -115,19 +118,17 @@ async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
     await finish(*calls)
 
 
-async def test_a_moved_request_is_not_moved_back_at_once(
-    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
-) -> None:
-    harness, busy, idle, calls = uneven
+async def test_a_moved_request_is_not_moved_back_at_once(uneven: Uneven) -> None:
+    harness, migration, busy, idle, calls = uneven
     for _ in range(2):
-        await harness.assembly.migration.rebalance_once()
+        await migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     idle.go_on(pause_after=4)  # they are settled there
     await until(lambda: all(len(call.tokens) == 4 for call in calls[3:]))
     await reported(harness, busy, 0)
     await reported(harness, idle, 9)
     for _ in range(2):
-        await harness.assembly.migration.rebalance_once()
+        await migration.rebalance_once()
     assert len(busy.commands(decode_pb2.Reserve)) == 6  # those of the beginning
     for worker in (busy, idle):
         worker.go_on(pause_after=8)
@@ -135,27 +136,23 @@ async def test_a_moved_request_is_not_moved_back_at_once(
 
 
 @pytest.mark.parametrize(("most", "least"), [(6, 3), (20, 14)], ids=["in number", "in proportion"])
-async def test_a_small_difference_moves_nobody(
-    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]], most: int, least: int
-) -> None:
-    harness, busy, idle, calls = uneven
+async def test_a_small_difference_moves_nobody(uneven: Uneven, most: int, least: int) -> None:
+    harness, migration, busy, idle, calls = uneven
     await reported(harness, busy, most)
     await reported(harness, idle, least)
     for _ in range(2):
-        await harness.assembly.migration.rebalance_once()
+        await migration.rebalance_once()
     assert not idle.commands(decode_pb2.Reserve)
     busy.go_on(pause_after=8)
     await finish(*calls)
 
 
-async def test_each_of_several_gateways_moves_its_share(
-    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
-) -> None:
+async def test_each_of_several_gateways_moves_its_share(uneven: Uneven) -> None:
     """Of 18 sequences 6 belong to this gateway, and 9 are to move."""
-    harness, busy, idle, calls = uneven
+    harness, migration, busy, idle, calls = uneven
     await reported(harness, busy, 18)
     for _ in range(2):
-        await harness.assembly.migration.rebalance_once()
+        await migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     assert len(busy.running) == 3
     for worker in (busy, idle):

@@ -42,7 +42,7 @@ def test_ranks_have_the_named_gpus_or_those_from_the_first_on(
 @pytest.mark.parametrize(("device", "size"), [("cuda:0,cuda:1", 1), ("cuda:0,cuda:1", 4)])
 def test_a_wrong_number_of_gpus_is_refused(settings: Settings, device: str, size: int) -> None:
     with pytest.raises(StartupError, match=f"names 2 GPUs, and tensor_parallel_size is {size}"):
-        _ = settings(device, size).devices
+        settings(device, size).check_devices()
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ class Answer:
         return [part for part in gained.parts if not isinstance(part, Reasoning)]
 
     def _choice(self, index: int, gained: Transcript, content: JSON, num_echoed: int) -> JSON:
-        """`content`: the fields of the choice for its text. `num_echoed`: number of characters of
-        that text that are the prompt's."""
+        """`content` has the fields of the choice for its text. `num_echoed` characters of that text
+        are the prompt's."""
         echoed = gained.prompt if self.body.echoes else None
         if self.body.only_prompt:
             gained = Transcript(last=_without_tokens(gained.last))

@@ -144,7 +144,8 @@ def choice_json(
     token_ids: list[int] | None,
     logprobs: JSON | None,
 ) -> JSON:
-    """One choice of an answer. `token_ids`, `logprobs`: None if the client did not ask for them."""
+    """One choice of an answer. `token_ids` and `logprobs` are None if the client did not ask for
+    them."""
     reason = delta.finish_reason.value if delta and delta.finish_reason else None
     if delta and delta.has_calls and reason == "stop":
         reason = "tool_calls"

@@ -18,8 +18,8 @@ def text_logprobs(
 ) -> JSON:
     """The field `logprobs` of a text completion.
 
-    `begin`: offset of the tokens' text in the choice's text. `top_logprobs` includes the chosen
-    token too, so it may have one token more than the client asked for.
+    `begin` is the offset of the tokens' text in the choice's text. `top_logprobs` includes the
+    chosen token too, so it may have one token more than the client asked for.
     """
     return {
         "text_offset": [begin + token.text_offset for token in tokens],

@@ -12,14 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 T = TypeVar("T")
 
 CLIENT_GONE = 499
-"""Status of an answer whose client has disconnected, as in nginx."""
-
+"""Status of an answer to a client that has disconnected, as in nginx."""
 
 DEFAULT_STREAM_PING_S = 15.0
 """Proxies end a connection that is silent for 30 to 60 s."""
 _HEADERS_AFTER_S = 1.0
-"""How long a stream without an event keeps its headers back: nearly all errors come sooner, and set
-the status."""
+"""The time for which a stream without an event keeps its headers back, since nearly all errors come
+sooner and can still set the status."""
 
 
 class Json(Response):
@@ -37,8 +36,8 @@ class EventStream(Response):
     sets the answer's status; a later error becomes the last event, made by `error_event`. The
     generator is closed as soon as the client disconnects, not at the next event.
 
-    `ping_s`: how long the stream may be silent. Then it sends a comment, which clients skip, so
-    that proxies do not cut it. 0: it sends none.
+    After `ping_s` of silence the stream sends a comment, which clients skip, so that proxies do not
+    cut the connection. With 0 it sends none.
     """
 
     media_type = "text/event-stream"
@@ -109,8 +108,8 @@ def _part(body: bytes, *, more: bool = True) -> Message:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if the client disconnects first: then `work` is cancelled, and
-    has ended when this function returns. The caller must have read the request's body before."""
+    """Return the result of `work`, or None if the client disconnects first; then `work` has been
+    cancelled and has ended. The caller must have read the request's body before."""
     try:
         async with asyncio.timeout(None) as limit:
             leaving = asyncio.create_task(_expire_at_disconnect(receive, limit))

@@ -26,7 +26,7 @@ from services.gateway.http.bodies.unknown_fields import EMPTY, without_ignored
 
 
 class FieldError(ValueError):
-    """A field at fault, found by a check of several. `param`: its name in the object that has
+    """A field at fault, found by a check of several. `param` is its name in the object that has
     it."""
 
     def __init__(self, param: str, text: str) -> None:

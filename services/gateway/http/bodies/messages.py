@@ -20,16 +20,16 @@ class MessageBody(Body):
     content: MessageContent = Said()
     name: str | None = None
     tool_calls: ToolCalls | None = None
-    """Of an assistant's message: its calls."""
+    """The calls of an assistant's message."""
     tool_call_id: str | None = None
-    """Of a tool's message: the call that it answers."""
+    """The call that a tool's message answers."""
     refusal: str | None = None
-    """Of an assistant's message: what it says instead of its content."""
+    """The text with which an assistant refuses, in place of the content."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
-    """Of an assistant's message, for templates that show earlier reasoning; `reasoning` is vLLM's
-    newer name for `reasoning_content`, `thinking` is Ollama's."""
+    """The reasoning of an assistant's message, for templates that show it. `reasoning` is vLLM's
+    newer name for `reasoning_content`, and `thinking` is Ollama's."""
 
     @model_validator(mode="after")
     def _check_calls(self) -> Self:

@@ -13,14 +13,14 @@ _MAX_SHOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a message says. `reasoning`: the text of the parts that are reasoning."""
+    """The text of a message. `reasoning` is the text of the parts that are reasoning."""
 
     text: str = ""
     reasoning: str = ""
 
 
 def _said(value: Any, joint: str) -> Said:
-    """`joint`: stands between the texts of two parts."""
+    """`joint` stands between the texts of two parts."""
     match value:
         case None:
             return Said()

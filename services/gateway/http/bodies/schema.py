@@ -80,8 +80,7 @@ class SampledBody(Body):
     structured_outputs: StructuredOutputsBody | None = None
     top_k: int | None = None
 
-    @property
-    def structure(self) -> Structure | None:
+    def requested_structure(self) -> Structure | None:
         """The form that the body asks for in `structured_outputs`, or in its API's own field."""
         return None if self.structured_outputs is None else self.structured_outputs.to_structure()
 
@@ -119,7 +118,7 @@ class SampledBody(Body):
             for name in _SAMPLING
             if (value := getattr(self, name)) is not None
         }
-        return {**given, "logprobs": self.num_logprobs, "structure": self.structure}
+        return {**given, "logprobs": self.num_logprobs, "structure": self.requested_structure()}
 
     def options(self) -> dict[str, Any]:
         """The other fields of `GenerationRequest` that this kind of body has."""
@@ -156,7 +155,7 @@ class GenerationBody(SampledBody):
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
                 raise FieldError(name, f"{name} is for requests with use_beam_search=true")
-        _ = self.structure
+        self.requested_structure()
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options is for requests with stream=true")
         if self.prompt_logprobs is not None and self.stream:
@@ -168,9 +167,8 @@ class GenerationBody(SampledBody):
     def names(self) -> dict[str, str]:
         return {} if self.response_format is None else {STRUCTURE: "response_format"}
 
-    @property
-    def structure(self) -> Structure | None:
-        return one_structure("response_format", self.response_format, super().structure)
+    def requested_structure(self) -> Structure | None:
+        return one_structure("response_format", self.response_format, super().requested_structure())
 
     @property
     def include_usage(self) -> bool:

@@ -137,8 +137,8 @@ class StructuredOutputsBody(Body):
 def one_structure(
     name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
 ) -> Structure | None:
-    """The structure of the field `name`, or the `other` one, of `structured_outputs`. FieldError:
-    there are both."""
+    """Return the structure of the field `name`, or the `other` structure, of `structured_outputs`.
+    Raises FieldError if there are both."""
     structure = None if given is None else given.to_structure()
     if structure is not None and other is not None:
         text = f"{name} and structured_outputs are both given; give one of them"

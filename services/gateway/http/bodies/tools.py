@@ -64,8 +64,8 @@ Choice = Literal["auto", "none", "required"] | NamedChoiceBody
 def requested_tools(
     tools: Sequence[ToolBody | OtherToolBody] | None, choice: Choice | None, parallel: bool | None
 ) -> RequestedTools | None:
-    """The functions of a body; None: it has none. Of several with one name, the last one counts.
-    FieldError: they do not fit together."""
+    """Return the functions of a body; None if it has none. If several have one name, the last one
+    counts. Raises FieldError if the fields do not fit together."""
     functions = {tool.function.name: tool for tool in tools or () if isinstance(tool, ToolBody)}
     if not functions:
         if choice not in (None, "auto", "none"):

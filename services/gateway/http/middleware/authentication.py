@@ -33,7 +33,7 @@ _MAX_PATH_CHARS = 200
 
 
 class Authentication:
-    """Middleware: binds the caller of each request. `keyring`: None if API keys are off."""
+    """Middleware: binds the caller of each request. `keyring` is None if API keys are off."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring | None) -> None:
         self._app = app

@@ -11,7 +11,7 @@ _NO_ENCODING = {"", "identity"}
 
 
 class BodyDecoder:
-    """Decodes a body, part after part. `encoding`: the value of `Content-Encoding`. Raises
+    """Decodes a body, part after part. `encoding` is the value of `Content-Encoding`. Raises
     HTTPException 415 for one that is not served."""
 
     def __init__(self, encoding: str) -> None:

@@ -15,7 +15,7 @@ from services.protocol.ticket import FinishReason
 
 
 class ResponseAnswer:
-    """Formats the answer to one request: the items of one message. `model`: known once the first
+    """Formats the answer to one request: the items of one message. `model` is known once the first
     delta is there."""
 
     def __init__(self, body: ResponsesBody, request_id: str, model: Callable[[], str]) -> None:

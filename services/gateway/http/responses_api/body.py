@@ -1,6 +1,6 @@
 """The body of /v1/responses.
 
-A field that takes the conversation from what a server has kept is refused with the reason.
+A field that asks the server for a conversation that it has kept is refused with the reason.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -43,8 +43,8 @@ _STATELESS = "Quire keeps no responses: send the whole conversation as `input`"
 
 
 def _only(reason: str, *values: Any) -> tuple[Any, Any]:
-    """The annotations of a field that may have one of `values`, which request nothing, or null;
-    `reason` refuses any other value."""
+    """Return the annotations of a field that may be null or one of `values`, which request nothing;
+    any other value is refused with `reason`."""
 
     def check(value: Any) -> Any:
         if value is None or any(value == v and type(value) is type(v) for v in values):
@@ -117,14 +117,14 @@ class ResponsesBody(SampledBody):
         has_format = self.text is not None and self.text.format is not None
         return own | {STRUCTURE: "text.format"} if has_format else own
 
-    @property
-    def structure(self) -> Structure | None:
+    def requested_structure(self) -> Structure | None:
         given = None if self.text is None else self.text.format
-        return one_structure("text.format", given, super().structure)
+        return one_structure("text.format", given, super().requested_structure())
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _ = self.structure, self.requested_tools()
+        self.requested_structure()
+        self.requested_tools()
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Chooses a model's `MessageFormat`, from its chat template unless the deployment says it."""
+"""Chooses a model's `MessageFormat`: by its chat template, or as the deployment sets it."""
 
 import re
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ _PATTERNS: tuple[tuple[CallFormat, str], ...] = (
     (CallFormat.PYTHONIC, r"<\|python_start\|>|\[func_name1\("),
     (CallFormat.LLAMA3_JSON, r"<\|python_tag\|>|\"name\": function name, \"parameters\":"),
 )
-"""The text by which a template shows its format; the first one counts."""
+"""The text that shows a template's format; the first pattern that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """The deployment's choice: the same for all its models, unless it is auto."""
+    """The deployment's choice for all of its models; `auto` chooses for each model."""
 
     calls: ToolCallParser = "auto"
     reasoning: ReasoningParser = "auto"
 
     def format(self, template: str | None) -> MessageFormat:
-        """The format of a model with this chat template; None: it has none."""
+        """Return the format of a model with this chat template; None if it has no template."""
         source = template or ""
         calls: CallFormat | None = None
         if self.calls == "auto":

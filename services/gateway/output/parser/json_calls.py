@@ -14,8 +14,8 @@ def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | Non
     """Reads `{"name": "...", "arguments": {...}}`, with its keys in any order.
 
     The call starts as soon as its name is known, and its arguments are passed on as they are
-    written. `offered`: the functions that may be called; None: any. Malformed: this is no such
-    object; the reader holds what is not part of the call.
+    written. `offered` are the functions that may be called; None allows any. Malformed: this is no
+    such object; the reader holds what is not part of the call.
     """
     name: str | None = None
     early: list[str] | None = None  # arguments before the name

@@ -40,7 +40,7 @@ _MARKERS: dict[CallFormat, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How a model writes its messages. `calls`, `reasoning`: None if it has none of them."""
+    """How a model writes its messages. `calls` and `reasoning` are None if it writes none."""
 
     calls: CallFormat | None = None
     reasoning: tuple[str, str] | None = None
@@ -154,8 +154,8 @@ def _read_marked(
 
 
 def _break_off(reader: Reader, writer: PartWriter, num_before: int) -> None:
-    """Ends calls that something else follows, which is content. Where the text's end cuts a call,
-    it stays as it was written. `num_before`: of calls, before these."""
+    """Ends calls before content. A call that the text's end cuts stays as it was written.
+    `num_before` calls came before these."""
     rest = reader.held()
     if not reader.was_cut or writer.num_calls == num_before:
         writer.end_call()

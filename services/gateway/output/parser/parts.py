@@ -52,11 +52,11 @@ def joined(parts: list[Part]) -> tuple[Part, ...]:
 @dataclass(frozen=True, slots=True)
 class CallIds:
     """Makes the ids of one sequence's calls. They are a function of `seed`, so that a client that
-    continues a broken stream gets the same ids. `is_short`: 9 letters and digits, which Mistral's
-    templates demand."""
+    continues a broken stream gets the same ids."""
 
     seed: str
     is_short: bool = False
+    """Whether an id has 9 letters and digits, as Mistral's templates demand."""
 
     def id(self, index: int) -> str:
         digest = hashlib.sha256(f"{self.seed}/{index}".encode()).digest()
@@ -68,8 +68,8 @@ class PartWriter:
     """Collects the parts that a parser finds.
 
     White space beside a call belongs to the format, not to the content, so `content` holds it back
-    until other text follows. The same holds for white space at both ends of reasoning.
-    `max_calls`: later calls are dropped; None: no limit.
+    until other text follows. The same holds for white space at both ends of reasoning. Calls after
+    `max_calls` are dropped; None is no limit.
     """
 
     def __init__(self, ids: CallIds, max_calls: int | None = None) -> None:

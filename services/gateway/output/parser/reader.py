@@ -176,7 +176,7 @@ class Reader:
         """Give `sink` a JSON value as it is written: up to the bracket that closes it, or, if it
         has none, to the end of the string, number or word. Malformed: brackets do not match.
 
-        `quotes`: the characters that begin and end a string.
+        `quotes` are the characters that begin and end a string.
         """
         open_brackets: list[str] = []
         between = _between(quotes)

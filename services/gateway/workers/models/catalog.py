@@ -36,10 +36,10 @@ class Model:
 def load_model(
     directory: str, generation: GenerationConfig | None = None, parsers: Parsers | None = None
 ) -> Model:
-    """Loads a model from its directory. Takes up to seconds for a large vocabulary. `generation`,
-    `parsers`: the deployment's own; None: the model's.
+    """Loads a model from its directory. Takes up to seconds for a large vocabulary. `generation`
+    and `parsers` are the deployment's; None takes the model's.
 
-    StartupError: files are missing or wrong.
+    Raises StartupError if files are missing or wrong.
     """
     path = Path(directory)
     tokenizer = Tokenizer.from_directory(path)

@@ -18,16 +18,16 @@ _NAMES = tuple(field.name for field in fields(GenerationDefaults))
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """`base`: the parameters that replace the model's; None keeps the model's. `override`: those
-    that replace single ones of them."""
+    """`base` replaces the model's parameters; None keeps them. `override` replaces single ones of
+    the result."""
 
     base: GenerationDefaults | None
     override: GenerationDefaults
 
     @classmethod
     def read(cls, source: str, override: str | None) -> Self:
-        """`source`: `auto`, `vllm`, or a directory with a generation_config.json. `override`: a
-        JSON object. StartupError: either is wrong."""
+        """`source` is `auto`, `vllm`, or a directory with a generation_config.json, and `override`
+        is a JSON object. Raises StartupError if one of them is wrong."""
         base = None
         if source == NEUTRAL:
             base = GenerationDefaults()

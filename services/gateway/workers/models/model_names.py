@@ -9,7 +9,7 @@ _SETTING = "model_aliases"
 
 
 def parse_aliases(entries: Sequence[str]) -> dict[str, str]:
-    """The model of each alias. `entries`: ALIAS=MODEL. StartupError: one has another form, or an
+    """Return the model of each alias. Raises StartupError if an entry is not ALIAS=MODEL, or if an
     alias stands for two models, or for another alias."""
     models: dict[str, str] = {}
     for entry in entries:
@@ -34,9 +34,10 @@ def with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, 
 def choose_model(
     name: str, models: Mapping[str, str], param: str = "model", adapters: Sequence[str] = ()
 ) -> str:
-    """The model that `name` means; an empty name means the only one. `models`: by their names.
-    `param`: the request's parameter. `adapters`: more names for the error's text. UnknownModel: it
-    is not served. InvalidRequest: the name is empty and several are served."""
+    """The model that `name` means; an empty name means the only one. `models` has the models by
+    their names, `param` is the request's parameter, and `adapters` are more names for the error's
+    text. Raises UnknownModel if the model is not served, and InvalidRequest if the name is empty
+    and several models are served."""
     if name in models:
         return models[name]
     served = ", ".join([*sorted(models), *adapters]) or "none"

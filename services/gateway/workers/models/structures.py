@@ -68,8 +68,8 @@ class StructureChecker:
         self, structure: Structure, param: str = STRUCTURE, subject: str | None = None
     ) -> None:
         """Raises InvalidRequest, which names `param`, if the structure is wrong, or costs too much;
-        Overloaded if too many others wait for their check. `subject`: the name of the structure in
-        the message."""
+        Overloaded if too many others wait for their check. `subject` is the name of the structure
+        in the message."""
         subject = subject or f"structured output: {structure.kind.value}"
         check_text("structured output", structure.text, MAX_STRUCTURE_BYTES, param)
         size = len(structure.text.encode())
