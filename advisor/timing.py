@@ -23,7 +23,7 @@ from services.runtime.errors import StartupError
 DEFAULT_BLOCK_SIZE = 16
 """The block size with which the whole step is timed."""
 
-_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+_GREEDY = SamplingParams(temperature=0.0)
 _STEP_BYTES = 1 << 30
 """KV of the step that is timed; its rows are as many as fit."""
 _ARENA_BYTES = 256 << 20

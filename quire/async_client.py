@@ -59,21 +59,10 @@ def _asked(
     return method
 
 
-class AsyncClient(ClientBase):
+class AsyncClient(ClientBase[AsyncStream]):
     """`Client` for asyncio. Create it inside a running event loop."""
 
     _library = grpc.aio
-
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        model: str = "",
-        timeout_s: float | None = None,
-    ) -> AsyncStream:
-        """Stream the answer to a text, token ids or a conversation."""
-        return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> AsyncStream:
         """Stream the answer to a request, which has more fields than `generate` has arguments."""

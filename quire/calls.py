@@ -13,7 +13,7 @@ from quire.addresses import DEFAULT_ADDRESS
 from quire.connections import Access, Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Embedding, Model, Pool, PoolAudit, Scaled, Worker
+from quire.types import Embedding, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
 from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
@@ -24,6 +24,7 @@ from quire.v1.block_manager_pb2 import (
 from quire.v1.inference_pb2 import ListModelsRequest
 from quire.v1.supervisor_pb2 import ScaleRequest
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _TIMEOUT_S = 10.0
@@ -138,8 +139,8 @@ def unload_adapter(self: object, name: str) -> Call[None]:
     return Call("adapters", "UnloadAdapter", UnloadAdapterRequest(name=name), lambda _: None)
 
 
-class ClientBase:
-    """The connections of a client, over `_library`: `grpc` or `grpc.aio`."""
+class ClientBase(Generic[S]):
+    """The connections of a client with streams of kind S, over `_library`: `grpc` or `grpc.aio`."""
 
     _library: Any
 
@@ -158,6 +159,20 @@ class ClientBase:
         if operations:
             self._operations = Connections(operations, access, self._library)
         self._resume_window_s = resume_window_s
+
+    def send(self, request: Request, timeout_s: float | None = None) -> S:
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> S:
+        """Stream the answer to a text, token ids or a conversation."""
+        return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     @property
     def address(self) -> str:

@@ -95,7 +95,7 @@ def _asked(
     return method
 
 
-class Client(ClientBase):
+class Client(ClientBase[Stream]):
     """A client of a gateway at `address` (host:port), or of several gateways of one deployment
     (host:port,host:port).
 
@@ -112,17 +112,6 @@ class Client(ClientBase):
     """
 
     _library = grpc
-
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        model: str = "",
-        timeout_s: float | None = None,
-    ) -> Stream:
-        """Stream the answer to a text, token ids or a conversation."""
-        return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
         """Stream the answer to a request, which has more fields than `generate` has arguments."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -40,18 +40,6 @@ D = TypeVar("D", bound="DataclassInstance")
 _FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
-}
-_EARLY_STOPPING: dict[bool | str, sampling_pb2.EarlyStopping] = {
-    False: sampling_pb2.EARLY_STOPPING_FALSE,
-    True: sampling_pb2.EARLY_STOPPING_TRUE,
-    "never": sampling_pb2.EARLY_STOPPING_NEVER,
-}
-_STRUCTURE_KINDS: dict[str, sampling_pb2.StructureKind] = {
-    "json": sampling_pb2.STRUCTURE_KIND_JSON,
-    "regex": sampling_pb2.STRUCTURE_KIND_REGEX,
-    "choice": sampling_pb2.STRUCTURE_KIND_CHOICE,
-    "grammar": sampling_pb2.STRUCTURE_KIND_GRAMMAR,
-    "structural_tag": sampling_pb2.STRUCTURE_KIND_STRUCTURAL_TAG,
 }
 _NUM_SEEDS = 1 << 64
 _WORKER_STATES: dict[int, WorkerState] = {
@@ -128,20 +116,13 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         values["seed"] = sampling.seed + _NUM_SEEDS
     asked = values.pop("structured_outputs")
     values["structured_output"] = None if asked is None else _structured_output(asked)
-    try:
-        return sampling_pb2.SamplingParams(**values)
-    except (TypeError, ValueError):
-        for name, value in values.items():
-            _check_field(name, value)
-        raise
-
-
-def _check_field(name: str, value: Any) -> None:
-    """Raises ValueError, with the field's name, if the value does not fit into it."""
-    try:
-        sampling_pb2.SamplingParams(**{name: value})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {value!r}: {error}") from error
+    message = sampling_pb2.SamplingParams()
+    for name, value in values.items():
+        try:
+            message.MergeFrom(sampling_pb2.SamplingParams(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} is {value!r}: {error}") from error
+    return message
 
 
 def _structured_output(asked: StructuredOutput) -> sampling_pb2.StructuredOutput:
@@ -156,16 +137,16 @@ def _structured_output(asked: StructuredOutput) -> sampling_pb2.StructuredOutput
             raise ValueError("json_object is True or None")
         return sampling_pb2.StructuredOutput(kind=sampling_pb2.STRUCTURE_KIND_JSON)
     text = value if isinstance(value, str) else json.dumps(value)
-    return sampling_pb2.StructuredOutput(kind=_STRUCTURE_KINDS[name], text=text)
+    return sampling_pb2.StructuredOutput(kind=f"STRUCTURE_KIND_{name.upper()}", text=text)
 
 
 def _beam(beam: Beam) -> sampling_pb2.BeamSearch:
-    if beam.early_stopping not in _EARLY_STOPPING:
+    if beam.early_stopping not in (False, True, "never"):
         raise ValueError(f"early_stopping is {beam.early_stopping!r}, not True, False or 'never'")
     return sampling_pb2.BeamSearch(
         width=beam.width,
         length_penalty=beam.length_penalty,
-        early_stopping=_EARLY_STOPPING[beam.early_stopping],
+        early_stopping=f"EARLY_STOPPING_{beam.early_stopping}".upper(),
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.sampling import SamplingNumbers
+
 FinishReason = Literal["stop", "length"]
 WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 
@@ -53,16 +55,10 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters. None takes the value of the model's generation_config, or else the
-    server's default."""
+class Sampling(SamplingNumbers[float | None, int | None]):
+    """Sampling parameters: the numbers of `SamplingNumbers` and these. None takes the value of the
+    model's generation_config, or else the server's default."""
 
-    temperature: float | None = None
-    """0 chooses the likeliest token at each position."""
-    top_k: int | None = None
-    """0 keeps all tokens."""
-    top_p: float | None = None
-    min_p: float | None = None
     seed: int | None = None
     """A number of 64 bits; a negative seed is the same as seed + 2**64."""
     max_tokens: int | None = None
@@ -77,17 +73,12 @@ class Sampling:
     logprobs."""
     prompt_logprobs: int | None = None
     """The number of likeliest tokens to return for each token of the prompt but the first."""
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Biases that are added to the logits, by token id."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be generated; None allows all."""
     bad_words: tuple[str, ...] = ()
     """Texts that are never generated."""
-    min_tokens: int | None = None
-    """The number of tokens before which nothing ends the generation."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     beam: Beam | None = None

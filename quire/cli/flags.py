@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from typer import Option
 
 from quire.addresses import DEFAULT_ADDRESS
+from quire.sampling import Number
 
 if TYPE_CHECKING:
     from quire.client import Client
@@ -147,10 +148,18 @@ def _flags(group: type[Any]) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_default(field),
-            annotation=hints[field.name],
+            annotation=_annotation(hints[field.name]),
         )
         for field in fields(group)
     ]
+
+
+def _annotation(hint: Any) -> Any:
+    """The type of a flag with its option, made here for a sampling parameter that is a number."""
+    number = next(iter(getattr(hint, "__metadata__", ())), None)
+    if isinstance(number, Number):
+        return Annotated[type(number.neutral) | None, Option(help=number.remark)]
+    return hint
 
 
 def _default(field: "Field[Any]") -> Any:

@@ -25,37 +25,29 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import sampling_pb2 as quire_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/ticket.proto\x12\x08quire.v1\x1a\x17quire/v1/sampling.proto\"\xd9\x03\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05order\x18\x03 \x01(\x04\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\x11\n\tholder_id\x18\x05 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x06 \x01(\x04\x12\x11\n\troot_hash\x18\x07 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12*\n\x08sampling\x18\t \x01(\x0b\x32\x18.quire.v1.TicketSampling\x12+\n\tsequences\x18\n \x03(\x0b\x32\x18.quire.v1.TicketSequence\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\x12\n\ntimeout_ms\x18\x0c \x01(\x04\x12\"\n\x07swapped\x18\r \x01(\x0b\x32\x11.quire.v1.Swapped\x12\x1c\n\x14prefill_ns_per_token\x18\x0e \x01(\r\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\"\n\x07\x61\x64\x61pter\x18\x10 \x01(\x0b\x32\x11.quire.v1.Adapter\x12\'\n\x05\x62\x65\x61ms\x18\x30 \x01(\x0b\x32\x13.quire.v1.BeamStateH\x00\x88\x01\x01\x42\x08\n\x06_beams\"\xa7\x02\n\x0bTicketState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05order\x18\x03 \x01(\x04\x12\x11\n\tholder_id\x18\x05 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x06 \x01(\x04\x12+\n\tsequences\x18\n \x03(\x0b\x32\x18.quire.v1.TicketSequence\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\"\n\x07swapped\x18\r \x01(\x0b\x32\x11.quire.v1.Swapped\x12\x1c\n\x14prefill_ns_per_token\x18\x0e \x01(\r\x12\'\n\x05\x62\x65\x61ms\x18\x30 \x01(\x0b\x32\x13.quire.v1.BeamStateH\x00\x88\x01\x01\x42\x08\n\x06_beams\"5\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"k\n\x07Swapped\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x03 \x01(\x04\x12&\n\x06tables\x18\x04 \x03(\x0b\x32\x16.quire.v1.SwappedTable\"0\n\x0cSwappedTable\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\xc2\x04\n\x0eTicketSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18  \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x10 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x11 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x12 \x01(\x02\x12;\n\nlogit_bias\x18\x13 \x03(\x0b\x32\'.quire.v1.TicketSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12$\n\tbad_words\x18\x15 \x03(\x0b\x32\x11.quire.v1.BadWord\x12\x12\n\nmin_tokens\x18\x16 \x01(\r\x12\x35\n\x11structured_output\x18\x19 \x01(\x0b\x32\x1a.quire.v1.StructuredOutput\x12\'\n\x04\x62\x65\x61m\x18\x30 \x01(\x0b\x32\x14.quire.v1.BeamParamsH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x07\n\x05_beam\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"z\n\nBeamParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x14\n\x0cnum_returned\x18\x02 \x01(\r\x12\x16\n\x0elength_penalty\x18\x03 \x01(\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x04 \x01(\x0e\x32\x17.quire.v1.EarlyStopping\"C\n\tBeamState\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12&\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x14.quire.v1.Hypothesis\"]\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05score\x18\x02 \x01(\x02\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"b\n\x0eTicketSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/ticket.proto\x12\x08quire.v1\x1a\x17quire/v1/sampling.proto\"\xff\x03\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05order\x18\x03 \x01(\x04\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\x11\n\tholder_id\x18\x05 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x06 \x01(\x04\x12\x11\n\troot_hash\x18\x07 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12*\n\x08sampling\x18\t \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12+\n\tsequences\x18\n \x03(\x0b\x32\x18.quire.v1.TicketSequence\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\x12\n\ntimeout_ms\x18\x0c \x01(\x04\x12\"\n\x07swapped\x18\r \x01(\x0b\x32\x11.quire.v1.Swapped\x12\x1c\n\x14prefill_ns_per_token\x18\x0e \x01(\r\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\"\n\x07\x61\x64\x61pter\x18\x10 \x01(\x0b\x32\x11.quire.v1.Adapter\x12$\n\tbad_words\x18\x11 \x03(\x0b\x32\x11.quire.v1.BadWord\x12\'\n\x05\x62\x65\x61ms\x18\x30 \x01(\x0b\x32\x13.quire.v1.BeamStateH\x00\x88\x01\x01\x42\x08\n\x06_beams\"\xa7\x02\n\x0bTicketState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05order\x18\x03 \x01(\x04\x12\x11\n\tholder_id\x18\x05 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x06 \x01(\x04\x12+\n\tsequences\x18\n \x03(\x0b\x32\x18.quire.v1.TicketSequence\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\"\n\x07swapped\x18\r \x01(\x0b\x32\x11.quire.v1.Swapped\x12\x1c\n\x14prefill_ns_per_token\x18\x0e \x01(\r\x12\'\n\x05\x62\x65\x61ms\x18\x30 \x01(\x0b\x32\x13.quire.v1.BeamStateH\x00\x88\x01\x01\x42\x08\n\x06_beams\"5\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"k\n\x07Swapped\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\x14\n\x0cholder_epoch\x18\x03 \x01(\x04\x12&\n\x06tables\x18\x04 \x03(\x0b\x32\x16.quire.v1.SwappedTable\"0\n\x0cSwappedTable\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"C\n\tBeamState\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12&\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x14.quire.v1.Hypothesis\"]\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05score\x18\x02 \x01(\x02\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"b\n\x0eTicketSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.ticket_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TICKETSAMPLING_LOGITBIASENTRY']._loaded_options = None
-  _globals['_TICKETSAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TICKET']._serialized_start=61
-  _globals['_TICKET']._serialized_end=534
-  _globals['_TICKETSTATE']._serialized_start=537
-  _globals['_TICKETSTATE']._serialized_end=832
-  _globals['_ADAPTER']._serialized_start=834
-  _globals['_ADAPTER']._serialized_end=887
-  _globals['_SWAPPED']._serialized_start=889
-  _globals['_SWAPPED']._serialized_end=996
-  _globals['_SWAPPEDTABLE']._serialized_start=998
-  _globals['_SWAPPEDTABLE']._serialized_end=1046
-  _globals['_TICKETSAMPLING']._serialized_start=1049
-  _globals['_TICKETSAMPLING']._serialized_end=1627
-  _globals['_TICKETSAMPLING_LOGITBIASENTRY']._serialized_start=1557
-  _globals['_TICKETSAMPLING_LOGITBIASENTRY']._serialized_end=1605
-  _globals['_BADWORD']._serialized_start=1629
-  _globals['_BADWORD']._serialized_end=1657
-  _globals['_BEAMPARAMS']._serialized_start=1659
-  _globals['_BEAMPARAMS']._serialized_end=1781
-  _globals['_BEAMSTATE']._serialized_start=1783
-  _globals['_BEAMSTATE']._serialized_end=1850
-  _globals['_HYPOTHESIS']._serialized_start=1852
-  _globals['_HYPOTHESIS']._serialized_end=1945
-  _globals['_TICKETSEQUENCE']._serialized_start=1947
-  _globals['_TICKETSEQUENCE']._serialized_end=2045
+  _globals['_TICKET']._serialized_end=572
+  _globals['_TICKETSTATE']._serialized_start=575
+  _globals['_TICKETSTATE']._serialized_end=870
+  _globals['_ADAPTER']._serialized_start=872
+  _globals['_ADAPTER']._serialized_end=925
+  _globals['_SWAPPED']._serialized_start=927
+  _globals['_SWAPPED']._serialized_end=1034
+  _globals['_SWAPPEDTABLE']._serialized_start=1036
+  _globals['_SWAPPEDTABLE']._serialized_end=1084
+  _globals['_BADWORD']._serialized_start=1086
+  _globals['_BADWORD']._serialized_end=1114
+  _globals['_BEAMSTATE']._serialized_start=1116
+  _globals['_BEAMSTATE']._serialized_end=1183
+  _globals['_HYPOTHESIS']._serialized_start=1185
+  _globals['_HYPOTHESIS']._serialized_end=1278
+  _globals['_TICKETSEQUENCE']._serialized_start=1280
+  _globals['_TICKETSEQUENCE']._serialized_end=1378
 # @@protoc_insertion_point(module_scope)

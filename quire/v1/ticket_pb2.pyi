@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Ticket(_message.Message):
-    __slots__ = ("request_id", "attempt", "order", "pool_id", "holder_id", "holder_epoch", "root_hash", "prompt_token_ids", "sampling", "sequences", "num_cached_tokens", "timeout_ms", "swapped", "prefill_ns_per_token", "traceparent", "adapter", "beams")
+    __slots__ = ("request_id", "attempt", "order", "pool_id", "holder_id", "holder_epoch", "root_hash", "prompt_token_ids", "sampling", "sequences", "num_cached_tokens", "timeout_ms", "swapped", "prefill_ns_per_token", "traceparent", "adapter", "bad_words", "beams")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Ticket(_message.Message):
     PREFILL_NS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -34,7 +35,7 @@ class Ticket(_message.Message):
     holder_epoch: int
     root_hash: bytes
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    sampling: TicketSampling
+    sampling: _sampling_pb2.SamplingParams
     sequences: _containers.RepeatedCompositeFieldContainer[TicketSequence]
     num_cached_tokens: int
     timeout_ms: int
@@ -42,8 +43,9 @@ class Ticket(_message.Message):
     prefill_ns_per_token: int
     traceparent: str
     adapter: Adapter
+    bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
     beams: BeamState
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[TicketSampling, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
 
 class TicketState(_message.Message):
     __slots__ = ("request_id", "attempt", "order", "holder_id", "holder_epoch", "sequences", "num_cached_tokens", "swapped", "prefill_ns_per_token", "beams")
@@ -99,70 +101,11 @@ class SwappedTable(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class TicketSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "structured_output", "beam")
-    class LogitBiasEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: float
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
-    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    BEAM_FIELD_NUMBER: _ClassVar[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    max_tokens: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    ignore_eos: bool
-    logprobs: int
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: _containers.ScalarMap[int, float]
-    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
-    min_tokens: int
-    structured_output: _sampling_pb2.StructuredOutput
-    beam: BeamParams
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., structured_output: _Optional[_Union[_sampling_pb2.StructuredOutput, _Mapping]] = ..., beam: _Optional[_Union[BeamParams, _Mapping]] = ...) -> None: ...
-
 class BadWord(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class BeamParams(_message.Message):
-    __slots__ = ("width", "num_returned", "length_penalty", "early_stopping")
-    WIDTH_FIELD_NUMBER: _ClassVar[int]
-    NUM_RETURNED_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
-    width: int
-    num_returned: int
-    length_penalty: float
-    early_stopping: _sampling_pb2.EarlyStopping
-    def __init__(self, width: _Optional[int] = ..., num_returned: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[_sampling_pb2.EarlyStopping, str]] = ...) -> None: ...
 
 class BeamState(_message.Message):
     __slots__ = ("scores", "finished")

@@ -24,7 +24,7 @@ from services.engine.sampling.masks import Masks, MaskThread
 from services.engine.sampling.sampling_batch import SamplingBatch
 from services.protocol.ticket import SamplingParams
 
-_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class Runner:

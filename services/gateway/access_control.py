@@ -12,6 +12,7 @@ from contextlib import (
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
+from quire.sampling import NUMBERS
 from services.gateway.access.account import Account
 from services.gateway.access.caller import LOCAL_OPERATOR, current_caller
 from services.gateway.access.keyring import Keyring
@@ -26,7 +27,6 @@ from services.gateway.api import (
 )
 from services.gateway.output.delta import Delta
 from services.gateway.workers.models.model_names import choose_model
-from services.protocol.sampling_numbers import NUMBERS, PENALTIES
 from services.runtime.errors import InvalidApiKey, InvalidRequest, QuireError
 
 
@@ -130,7 +130,7 @@ def check_cost(key: ApiKey, request: GenerationRequest) -> None:
             raise InvalidRequest(
                 f"{name} is {value}; key {key.name} may ask for at most {limit}", name
             )
-    for name in PENALTIES:
-        penalty = getattr(asked, name)
-        if not key.penalties and penalty not in (None, NUMBERS[name].neutral):
+    for name, number in NUMBERS.items():
+        penalty = getattr(asked, name) if name.endswith("_penalty") else None
+        if not key.penalties and penalty not in (None, number.neutral):
             raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties", name)

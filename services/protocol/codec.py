@@ -37,28 +37,9 @@ MAX_PATH_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 320
 """The client's id has at most 256 characters; the gateway adds the others."""
 
-_PLAIN_OF_TICKET = (
-    "request_id",
-    "attempt",
-    "order",
-    "pool_id",
-    "holder_id",
-    "holder_epoch",
-    "root_hash",
-    "num_cached_tokens",
-    "timeout_ms",
-    "prefill_ns_per_token",
-    "traceparent",
-)
-_PLAIN_OF_STATE = (
-    "request_id",
-    "attempt",
-    "order",
-    "holder_id",
-    "holder_epoch",
-    "num_cached_tokens",
-    "prefill_ns_per_token",
-)
+_CONVERTED = {"prompt_token_ids", "sampling", "sequences", "swapped", "beams", "adapter"}
+_PLAIN_OF_TICKET = {field.name for field in fields(Ticket)} - _CONVERTED
+_PLAIN_OF_STATE = {field.name for field in fields(TicketState)} - _CONVERTED
 _ADAPTER = ("name", "path", "digest")
 _LOAD = tuple(field.name for field in fields(Load))
 """Each tuple names fields that are equal in the dataclass and in the message."""
@@ -86,7 +67,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
     return Ticket(
         **values(message, _PLAIN_OF_TICKET),
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=sampling_from_wire(message.sampling),
+        sampling=sampling_from_wire(message),
         sequences=tuple(_checked_sequence(s, num_prompt_tokens) for s in message.sequences),
         swapped=_checked_swapped(message) if message.HasField("swapped") else None,
         beams=_checked_beams(message),

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
 from services.protocol.messages import PoolingMode, RequeueReason
-from services.protocol.ticket import EarlyStopping, FinishReason, SamplingParams
+from services.protocol.ticket import EarlyStopping, FinishReason, SamplingParams, Ticket
 from services.runtime.errors import InvalidRequest
 
 E = TypeVar("E", bound=Enum)
@@ -47,10 +47,14 @@ _NUMBERS: dict[Any, int] = {
 def to_fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass, as arguments for the message with fields of these names."""
     found = {name: _to_wire(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Ticket):
+        found["bad_words"] = [{"token_ids": word} for word in value.sampling.bad_words]
     if isinstance(value, SamplingParams):
+        del found["bad_words"]  # the ticket has them
         found["logit_bias"] = dict(value.logit_bias)
-        found["bad_words"] = [{"token_ids": word} for word in value.bad_words]
         found["structured_output"] = found.pop("structure")
+        if value.beam is not None:
+            found["n"] = found["beam"].pop("num_returned")
     return found
 
 

@@ -5,40 +5,49 @@ gateway has checked the parameters that it sends; here are checks of what a clie
 messages, and of what takes memory at a worker.
 """
 
+from collections.abc import MutableMapping, MutableSequence
 from dataclasses import fields
+from typing import Any
 
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
-from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require, values
+from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, EarlyStopping, SamplingParams
 
-_CONVERTED = {
-    *("logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("structure", "beam"),
-}
-_PLAIN_OF_SAMPLING = [f.name for f in fields(SamplingParams) if f.name not in _CONVERTED]
-"""Fields that are equal in the dataclass and in the message."""
+_CONVERTED = {"logit_bias", "bad_words", "structure", "beam"}
+_SAME = {f.name for f in fields(SamplingParams)} - _CONVERTED
+"""The fields that the dataclass takes from the message as they are."""
 
 
-def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
+def given_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
+    """The fields that are set, except for those that are messages: lists as tuples, maps as
+    dicts."""
+    given: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if isinstance(value, MutableMapping):
+            given[field.name] = dict(value)
+        elif field.message_type is None:
+            given[field.name] = tuple(value) if isinstance(value, MutableSequence) else value
+    return given
+
+
+def sampling_from_wire(ticket: ticket_pb2.Ticket) -> SamplingParams:
+    message = ticket.sampling
     require(message.max_tokens > 0, "max_tokens is 0")
-    logprobs = num_top_from_wire(message.logprobs)
+    require(message.top_k >= 0, f"top_k is {message.top_k}")
+    num_top_from_wire(message.logprobs)
+    given = {name: value for name, value in given_fields(message).items() if name in _SAME}
     return SamplingParams(
-        **values(message, _PLAIN_OF_SAMPLING),
-        logprobs=logprobs if message.HasField("logprobs") else None,
-        stop_token_ids=tuple(message.stop_token_ids),
+        **given,
         logit_bias=tuple(sorted(message.logit_bias.items())),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        bad_words=tuple(tuple(word.token_ids) for word in ticket.bad_words),
         structure=structure_from_wire(message),
-        beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
+        beam=_beam_from_wire(message) if message.HasField("beam") else None,
     )
 
 
-def structure_from_wire(
-    message: ticket_pb2.TicketSampling | sampling_pb2.SamplingParams,
-) -> Structure | None:
+def structure_from_wire(message: sampling_pb2.SamplingParams) -> Structure | None:
     """Raises InvalidRequest if the kind is unknown, or the text too long."""
     if not message.HasField("structured_output"):
         return None
@@ -56,11 +65,13 @@ def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStoppin
     return EARLY_STOPPING.member(number or sampling_pb2.EARLY_STOPPING_FALSE, "early_stopping")
 
 
-def _beam_from_wire(message: ticket_pb2.BeamParams) -> BeamParams:
-    width, num_returned = message.width, message.num_returned
-    require(0 < num_returned <= width <= MAX_BEAM_WIDTH, f"{num_returned} of {width} beams")
-    early_stopping = early_stopping_from_wire(message.early_stopping)
-    return BeamParams(width, num_returned, message.length_penalty, early_stopping)
+def _beam_from_wire(message: sampling_pb2.SamplingParams) -> BeamParams:
+    beam, num_returned = message.beam, message.n
+    require(
+        0 < num_returned <= beam.width <= MAX_BEAM_WIDTH, f"{num_returned} of {beam.width} beams"
+    )
+    early_stopping = early_stopping_from_wire(beam.early_stopping)
+    return BeamParams(beam.width, num_returned, beam.length_penalty, early_stopping)
 
 
 def num_top_from_wire(number: int) -> int:

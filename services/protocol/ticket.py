@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 
+from quire.sampling import NUMBERS, SamplingNumbers
 from services.model.structured.structure import Structure
 
 PRIORITIES = range(-128, 128)
@@ -116,37 +117,32 @@ class BeamState:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers[float, int]):
     """The sampling parameters of a request, with all defaults resolved. The order in which they
     apply is in services/engine/sampling/adjustment.py and sampler.py."""
 
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    """0 keeps all tokens."""
-    top_p: float
-    min_p: float
-    seed: int
-    max_tokens: int
+    seed: int = 0
+    max_tokens: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     beam: BeamParams | None = None
     """The parameters of a beam search in place of sampling."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside each token's logprob; None reports none."""
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, ascending by id."""
     allowed_token_ids: tuple[int, ...] = ()
     """The tokens that may be drawn; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not be generated."""
-    min_tokens: int = 0
-    """How many tokens come before any token that ends the sequence."""
     structure: Structure | None = None
     """The form of the text; None allows any text."""
+
+    def __post_init__(self) -> None:
+        """Gives each number that is absent its neutral value."""
+        for name, number in NUMBERS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, number.neutral)
 
     def named_token_ids(self) -> Iterator[int]:
         """All token ids that any parameter names."""

@@ -92,10 +92,10 @@ _SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": FLOATS,
     "allowed_token_ids": st.lists(NUMBERS, max_size=5),
     "min_tokens": NUMBERS,
+    "n": WIDTHS,
 }
 BEAM: dict[str, st.SearchStrategy[Any]] = {
     "width": WIDTHS,
-    "num_returned": WIDTHS,
     "length_penalty": FLOATS | st.sampled_from([-4.0, 4.0, 4.5]),
     "early_stopping": st.sampled_from([0, 1, 2, 3, 99]),
 }

@@ -50,7 +50,7 @@ def _found(ticket: ticket_pb2.Ticket) -> list[worker_pb2.SequenceOutput]:
             finish_reason=sampling_pb2.FINISH_REASON_LENGTH,
             score=score_of(one.index, ticket.sampling.max_tokens),
         )
-        for one in ticket.sequences[: ticket.sampling.beam.num_returned]
+        for one in ticket.sequences[: ticket.sampling.n]
     ]
 
 

@@ -4,14 +4,13 @@ from dataclasses import fields
 
 from quire import types
 from quire.cli.requests.sampling import SamplingFlags
-from quire.v1 import sampling_pb2, ticket_pb2
+from quire.sampling import NUMBERS
+from quire.v1 import sampling_pb2
 from services.gateway.http.bodies.schema import GenerationBody
 from services.model.config.model_config import GenerationDefaults
-from services.protocol.sampling_numbers import NUMBERS, PENALTIES
 from services.protocol.ticket import SamplingParams
 
 ASKED = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
-ON_TICKETS = {field.name for field in ticket_pb2.TicketSampling.DESCRIPTOR.fields}
 
 
 def names(kind: type) -> set[str]:
@@ -24,16 +23,15 @@ def test_what_clients_may_ask_for_has_one_name() -> None:
     assert ASKED - {"beam", "structured_output", "logprobs"} <= GenerationBody.model_fields.keys()
 
 
-def test_tickets_have_the_fields_of_their_message() -> None:
-    assert names(SamplingParams) - {"structure"} == ON_TICKETS - {"structured_output"}
+def test_workers_read_fields_of_the_message() -> None:
+    assert names(SamplingParams) - {"structure"} <= ASKED - {"structured_output"}
 
 
 def test_every_number_is_a_field_everywhere_with_its_neutral_value() -> None:
     numbers = set(NUMBERS)
     for kind in (types.Sampling, SamplingFlags, SamplingParams):
         assert numbers <= names(kind), kind
-    assert numbers <= ASKED & ON_TICKETS & GenerationBody.model_fields.keys()
-    assert set(PENALTIES) <= numbers
+    assert numbers <= ASKED & GenerationBody.model_fields.keys()
     assert all(number.accepts(number.neutral) for number in NUMBERS.values())
     assert not any(number.accepts(float("nan")) for number in NUMBERS.values())
 

@@ -192,6 +192,7 @@ def corrupt(change: Callable[[Message], object]) -> Message:
         (lambda m: setattr(m.sequences[0], "num_computed_tokens", 5), "is 5 of 4 tokens"),
         (lambda m: m.sequences[0].ClearField("block_ids"), "no blocks"),
         (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
+        (lambda m: setattr(m.sampling, "top_k", -1), "top_k is -1"),
         (lambda m: setattr(m.sampling, "logprobs", 21), "logprobs is 21"),
         (lambda m: m.sampling.structured_output.SetInParent(), "kind 0 is unknown"),
         (
@@ -259,8 +260,8 @@ SEARCHING = replace(
     ("change", "problem"),
     [
         (lambda m: setattr(m.sampling.beam, "width", 17), "1 of 17 beams"),
-        (lambda m: setattr(m.sampling.beam, "num_returned", 0), "0 of 2 beams"),
-        (lambda m: setattr(m.sampling.beam, "num_returned", 3), "3 of 2 beams"),
+        (lambda m: setattr(m.sampling, "n", 0), "0 of 2 beams"),
+        (lambda m: setattr(m.sampling, "n", 3), "3 of 2 beams"),
         (lambda m: setattr(m.sampling.beam, "early_stopping", 9), "early_stopping 9"),
         (lambda m: m.sampling.ClearField("beam"), "1 finished of 0 beams"),
         (lambda m: m.ClearField("beams"), "beams is missing"),

@@ -7,60 +7,38 @@ from typing import Annotated, Any, Literal
 from typer import BadParameter, Option
 
 from quire.errors import InvalidRequest
+from quire.sampling import SamplingNumbers
 from quire.types import Beam, Sampling
 
-_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
-    "false": False,
-    "true": True,
-    "never": "never",
-}
 _sampling = partial(Option, rich_help_panel="Sampling", show_default=False)
 _beam = partial(Option, rich_help_panel="Beam search", show_default=False)
 
 
+def _each(flag: str, metavar: str, text: str) -> Any:
+    return _sampling(flag, metavar=metavar, help=f"{text}; may be repeated")
+
+
 @dataclass(frozen=True)
-class SamplingFlags:
-    """How to choose tokens. A parameter whose flag is absent takes the value of the model's
-    generation_config, else the server's default. A field with the name of a field of `Sampling`
-    becomes that field."""
+class SamplingFlags(SamplingNumbers[float | None, int | None]):
+    """How to choose tokens. A field with the name of a field of `Sampling` becomes that field; it
+    is None if its flag is absent."""
 
     max_tokens: Annotated[int | None, _sampling(metavar="N")] = None
-    temperature: Annotated[float | None, _sampling(metavar="T", help="0 is greedy")] = None
-    top_k: Annotated[int | None, _sampling(metavar="K", help="0 keeps all")] = None
-    top_p: Annotated[float | None, _sampling(metavar="P")] = None
-    min_p: Annotated[float | None, _sampling(metavar="P")] = None
     seed: Annotated[int | None, _sampling(metavar="N")] = None
-    repetition_penalty: Annotated[float | None, _sampling(metavar="P", help="1 is none")] = None
-    presence_penalty: Annotated[float | None, _sampling(metavar="P", help="0 is none")] = None
-    frequency_penalty: Annotated[float | None, _sampling(metavar="P", help="0 is none")] = None
     biases: Annotated[
-        list[str],
-        _sampling(
-            "--logit-bias",
-            metavar="ID=BIAS",
-            help="add BIAS to the logit of token ID; may be repeated",
-        ),
+        list[str], _each("--logit-bias", "ID=BIAS", "add BIAS to the logit of token ID")
     ] = field(default_factory=list)
     allowed: Annotated[
-        list[int],
-        _sampling(
-            "--allowed-token-id", metavar="ID", help="generate only these tokens; may be repeated"
-        ),
+        list[int], _each("--allowed-token-id", "ID", "generate only these tokens")
     ] = field(default_factory=list)
-    bad_words: Annotated[
-        list[str], _sampling("--bad-word", metavar="S", help="never generate S; may be repeated")
-    ] = field(default_factory=list)
-    min_tokens: Annotated[
-        int | None, _sampling(metavar="N", help="go on for N tokens at least")
-    ] = None
-    stop: Annotated[
-        list[str], _sampling(metavar="S", help="end the answer at S; may be repeated")
-    ] = field(default_factory=list)
+    bad_words: Annotated[list[str], _each("--bad-word", "S", "never generate S")] = field(
+        default_factory=list
+    )
+    stop: Annotated[list[str], _each("--stop", "S", "end the answer at S")] = field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[
-        list[int],
-        _sampling(
-            "--stop-token-id", metavar="ID", help="end the answer at this token; may be repeated"
-        ),
+        list[int], _each("--stop-token-id", "ID", "end the answer at this token")
     ] = field(default_factory=list)
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="continue after the eos token")] = (
         False
@@ -74,12 +52,11 @@ class SamplingFlags:
 
     def sampling(self, **more: Any) -> Sampling:
         """Return the sampling parameters, with `more` fields of `Sampling`."""
-        names = {field.name for field in fields(Sampling)}
-        values = {name: value for name, value in vars(self).items() if name in names}
-        lists = {n: tuple(value) for n, value in values.items() if isinstance(value, list | tuple)}
-        copied = values | lists | more
+        names = {one.name for one in fields(Sampling)} & {one.name for one in fields(self)}
+        values = {name: getattr(self, name) for name in names}
+        lists = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
         return Sampling(
-            **copied,
+            **values | lists | more,
             logit_bias=dict(map(_bias, self.biases)),
             allowed_token_ids=tuple(self.allowed) or None,
             skip_special_tokens=not self.show_special,
@@ -125,7 +102,8 @@ class SeveralFlags:
                 text = "--length-penalty and --early-stopping need --beam-width"
                 raise InvalidRequest(text, "usage")
             return None
-        early_stopping = _EARLY_STOPPING[self.early_stopping or "false"]
+        when = self.early_stopping
+        early_stopping = when if when == "never" else when == "true"
         return Beam(self.beam_width, self.length_penalty, early_stopping)
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from quire.sampling import NUMBERS
 from services.gateway.api import RequestedSampling
-from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams, EarlyStopping
 from services.runtime.errors import InvalidRequest
 
@@ -12,7 +12,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: (number.neutral,) for name, number in NUMBERS.items()},
     "temperature": (0, 1),
     "top_k": (0, -1),
-    "min_tokens": (0,),
     "logit_bias": ({},),
     "allowed_token_ids": ((),),
     "bad_words": ((),),
@@ -53,4 +52,5 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
 def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:
     """`asked` with greedy sampling, the choice of a beam search of width 1. The values replace
     those of the model's generation_config."""
-    return replace(asked, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    neutral: dict[str, Any] = {name: number.neutral for name, number in NUMBERS.items()}
+    return replace(asked, **neutral | {"temperature": 0.0})

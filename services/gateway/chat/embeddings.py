@@ -12,7 +12,7 @@ from services.protocol.messages import Pooling, PoolingMode
 from services.protocol.ticket import Adapter, SamplingParams
 from services.runtime.errors import PromptTooLong
 
-_NOTHING_DRAWN = SamplingParams(0.0, 0, 1.0, 0.0, seed=0, max_tokens=1)
+_NOTHING_DRAWN = SamplingParams(temperature=0.0)
 
 
 async def admit_embedding(

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from quire.sampling import NUMBERS
 from services.gateway.api import RequestedSampling
 from services.gateway.chat.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.chat.bad_words import token_sequences
@@ -12,7 +13,6 @@ from services.gateway.chat.prompts import check_token_ids
 from services.gateway.checks import check_text, float32, require
 from services.gateway.workers.models.catalog import Model
 from services.model.config.model_config import GenerationDefaults
-from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BIAS, SamplingParams
 
 MAX_STOP_STRINGS = 64
@@ -46,8 +46,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     defaults = model.config.generation
     numbers: dict[str, Any] = {name: _number(name, asked, defaults) for name in NUMBERS}
     sampling = SamplingParams(
-        **numbers,
-        top_k=_top_k(asked.top_k, defaults.top_k),
+        **numbers | {"top_k": max(numbers["top_k"], 0)},
         seed=secrets.randbits(64) if asked.seed is None else asked.seed % _NUM_SEEDS,
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,
@@ -57,7 +56,6 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         ),
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
-        min_tokens=asked.min_tokens or 0,
         structure=asked.structure,
         logprobs=asked.logprobs,
         beam=beam,
@@ -69,9 +67,8 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
 
 
 def _check_counts(asked: RequestedSampling) -> None:
-    seed, most, least = asked.seed, asked.max_tokens, asked.min_tokens
+    seed, most = asked.seed, asked.max_tokens
     require(most is None or most >= 1, f"max_tokens is {most}, not 1 or more", "max_tokens")
-    require(least is None or least >= 0, f"min_tokens is {least}, not 0 or more", "min_tokens")
     require(
         seed is None or -(_NUM_SEEDS // 2) <= seed < _NUM_SEEDS,
         f"seed is {seed}, not in [-2**63, 2**64)",
@@ -153,21 +150,12 @@ def _number(name: str, asked: RequestedSampling, defaults: GenerationDefaults) -
     """The checked value of a parameter in `NUMBERS`. Not all have a default of the model."""
     number = NUMBERS[name]
     given = getattr(asked, name), getattr(defaults, name, None)
-    value = float32(name, _first_given(*given, number.neutral))
-    require(number.accepts(value), f"{name} is {value:g}, not {number.bounds}", name)
+    value = next(value for value in (*given, number.neutral) if value is not None)
+    if isinstance(number.neutral, float):
+        value = float32(name, value)
+    shown = f"{value:g}" if isinstance(value, float) else value
+    require(number.accepts(value), f"{name} is {shown}, not {number.bounds}", name)
     return value
-
-
-def _top_k(asked: int | None, default: int | None) -> int:
-    top_k = int(_first_given(asked, default, 0))
-    require(
-        -1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens", "top_k"
-    )
-    return max(top_k, 0)
-
-
-def _first_given(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
 
 
 def check_combination(asked: RequestedSampling) -> None:

@@ -12,7 +12,7 @@ from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.history import History
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
-from services.gateway.request.timeline import Phase
+from services.gateway.request.timeline import Phase, now_ms
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
@@ -62,16 +62,16 @@ class DashboardDocument:
         """At most MAX_RUNNING + MAX_RECENT requests, however many there are."""
         await self._block_maps.update()
         waiting = self._waiting()
-        now_ms = _now_ms()
-        oldest_ms = min((_waits_since_ms(each) for each in waiting), default=now_ms)
+        now = now_ms()
+        oldest_ms = min((_waits_since_ms(each) for each in waiting), default=now)
         return {
-            "now_ms": now_ms,
+            "now_ms": now,
             "gateway": self._gateway_id,
             "models": list(self._directory.model_names()),
             "block_manager": self._block_maps.is_current,
             "num_running": len(self._dispatcher.requests) - len(waiting),
             "num_waiting": len(waiting) + self._dispatcher.num_admitting,
-            "oldest_wait_ms": now_ms - oldest_ms,
+            "oldest_wait_ms": now - oldest_ms,
             "workers": self._workers(),
             "requests": self._requests(),
             "pools": self._block_maps.pools,
@@ -105,7 +105,7 @@ class DashboardDocument:
         """Unix ms, running and waiting requests; tokens and failures since the start."""
         num_waiting = len(self._waiting())
         return [
-            _now_ms(),
+            now_ms(),
             len(self._dispatcher.requests) - num_waiting,
             num_waiting + self._dispatcher.num_admitting,
             _total(self._metrics.generation_tokens),
@@ -140,13 +140,9 @@ class DashboardDocument:
         return {**present, **lost}
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 def _waits_since_ms(request: Request) -> int:
     """When the first of the phases began in which the request now waits, one after the other."""
-    since_ms = _now_ms()
+    since_ms = now_ms()
     for phase, began_ms, _ in reversed(request.timeline.spans):
         if phase not in _WAITING:
             break

@@ -23,19 +23,15 @@ from services.gateway.chat.prompts import check_num_messages
 from services.gateway.output.delta import Delta, Received, TokenLogprobs
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
-from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
+from services.protocol.sampling_codec import (
+    early_stopping_from_wire,
+    given_fields,
+    structure_from_wire,
+)
 from services.protocol.ticket import EarlyStopping
 from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-
-_OPTIONAL_SAMPLING = [
-    field.name
-    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.has_presence and field.message_type is None
-]
-"""The fields that a message may lack, which have the same names in `RequestedSampling`."""
-
 
 _EARLY_STOPPING: dict[EarlyStopping, bool | Literal["never"]] = {
     EarlyStopping.WHEN_UNLIKELY: False,
@@ -165,16 +161,8 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
 
 
 def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
-    asked = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return RequestedSampling(
-        **asked,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids) or None,
-        bad_words=tuple(message.bad_words),
-        include_stop_str_in_output=message.include_stop_str_in_output,
+        **given_fields(message),
         beam=_beams(message.beam) if message.HasField("beam") else None,
         structure=structure_from_wire(message),
     )

@@ -45,15 +45,15 @@ class Timeline:
 
     def enter(self, phase: Phase, worker_id: str = "") -> None:
         self.phase = phase
-        self.spans.append((phase, _now_ms(), worker_id))
+        self.spans.append((phase, now_ms(), worker_id))
         if len(self.spans) > _MAX_SPANS:
             del self.spans[0]
         if self._trace is not None:
             self._trace.enter(phase, worker_id)
 
     def end(self) -> None:
-        self.ended_ms = _now_ms()
+        self.ended_ms = now_ms()
 
 
-def _now_ms() -> int:
+def now_ms() -> int:
     return time.time_ns() // 1_000_000

@@ -27,17 +27,12 @@ class ResponseAnswer:
         self._num_events = 0
 
     async def whole(self, deltas: Deltas) -> JSON:
-        """All deltas as one response."""
-        last, usage = None, None
-        async with aclosing(deltas):
-            async for _, last in deltas:
-                usage = last.usage or usage
-                for _event in self._items.add(last):
-                    pass
-        status = _status(last)
-        for _event in self._items.finish(status):
-            pass
-        return self._response(status, usage, last)
+        """All deltas as one response, which the last event of a stream carries."""
+        response: JSON = {}
+        async with aclosing(self.parts(deltas)) as events:
+            async for event in events:
+                response = event.get("response", response)
+        return response
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields the events of a stream."""

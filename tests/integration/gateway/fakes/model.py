@@ -4,7 +4,7 @@ is lost, repeated or changed changes every later one."""
 import zlib
 from collections.abc import Sequence
 
-from quire.v1 import logprobs_pb2, ticket_pb2
+from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2
 
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """The tokens are the letters a to z of a byte-level vocabulary."""
@@ -38,6 +38,8 @@ def logprobs_of(tokens: Sequence[int], num_top: int) -> logprobs_pb2.Logprobs:
     )
 
 
-def told(tokens: Sequence[int], sampling: ticket_pb2.TicketSampling) -> list[logprobs_pb2.Logprobs]:
+def told(
+    tokens: Sequence[int], sampling: sampling_pb2.SamplingParams
+) -> list[logprobs_pb2.Logprobs]:
     """The logprobs of the last token, if the request asks for them."""
     return [logprobs_of(tokens, sampling.logprobs)] if sampling.HasField("logprobs") else []
