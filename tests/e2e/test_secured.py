@@ -22,7 +22,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 def certificates(deployment: Deployment, *names: str) -> list[str]:
-    assert deployment.tls and deployment.tls.certificate
+    assert deployment.tls
+    assert deployment.tls.certificate
     files = {"ca": deployment.tls.ca, "cert": deployment.tls.certificate, "key": deployment.tls.key}
     return [word for name in names for word in (f"--tls-{name}", str(files[name]))]
 
@@ -55,7 +56,8 @@ def test_generate_without_one_of_them_says_so(
 
 
 def test_http_needs_certificate_and_key(deployment: Deployment) -> None:
-    assert deployment.tls and deployment.tls.certificate
+    assert deployment.tls
+    assert deployment.tls.certificate
     context = ssl.create_default_context(cafile=str(deployment.tls.ca))
     with pytest.raises(httpx.TransportError):  # no certificate
         httpx.get(f"{deployment.http}/v1/models", verify=context)
