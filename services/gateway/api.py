@@ -94,8 +94,8 @@ def new_resume_token() -> str:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client asks for, as the gRPC or HTTP server received it; admission checks it and makes
-    a `services.gateway.request.request.Request` of it."""
+    """A request for text, as the gRPC or HTTP server received it; admission checks it and makes a
+    `services.gateway.request.request.Request` of it."""
 
     prompt: Prompt
     request_id: str = ""
@@ -131,8 +131,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """What a client asks for that wants the embedding of a prompt. Its fields are as those of
-    `GenerationRequest`."""
+    """A request for the embedding of a prompt. The fields that `GenerationRequest` has too mean the
+    same here."""
 
     prompt: Prompt
     request_id: str = ""

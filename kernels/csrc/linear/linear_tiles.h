@@ -134,8 +134,8 @@ class TiledLinear {
     return weights(panel, k);
   }
 
-  // What will be read after the part of this panel: the next pair's, or the next part of the first
-  // one, or the panel of the next block.
+  // The bytes that are read after the part of this panel: the same part of the next pair, the next
+  // part of the first pair, or the first panel of the next block.
   Ahead next_part(Part part, int64_t panel, int64_t first, int64_t end, int64_t num_rows) const {
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
     const int64_t num_lines = (kTileStep / 64 + num_tiles - 1) / num_tiles;  // of each product

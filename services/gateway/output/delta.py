@@ -1,4 +1,5 @@
-"""What the client of a request gets, and says that it got."""
+"""The deltas that the client of a request gets, and the part of an answer that the client says it
+received before its stream broke."""
 
 from dataclasses import dataclass
 

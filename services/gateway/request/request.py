@@ -73,7 +73,7 @@ class Request:
     """One request. Admission makes it, complete and checked; `begin` lets it wait for workers."""
 
     asked: GenerationRequest | EmbeddingRequest
-    """What the client asked for. A call that resumes the request replaces it."""
+    """The request as the client sent it. A call that resumes the request replaces it."""
     id: str
     """The scoped id (`services.gateway.identity`), which gateway and workers use."""
     model: str
@@ -93,7 +93,7 @@ class Request:
     """None: the request is not traced."""
     embedding: tuple[float, ...] = ()
     output: Output = field(init=False)
-    """What the client of the present call gets, and has received."""
+    """The deltas for the client of the present call, and the tokens that it has received."""
 
     def begin(
         self, host: RequestHost, position: QueuePosition, read_window_s: float = 10.0
