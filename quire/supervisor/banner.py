@@ -36,11 +36,11 @@ def banner(options: ServeOptions, serving: "Serving", took_s: float) -> str:
         f"  gRPC   {address}",
         f"  HTTP   {http}/v1",
         "Try it:",
-        f'  {key}quire generate {flag}"{_QUESTION}"',
+        f'  {key}quire generate {flag}--temperature 0 "{_QUESTION}"',
         f"  curl {http}/v1/chat/completions {header}\\",
         "    -H 'Content-Type: application/json' \\",
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"{_QUESTION}\"}}], "
-        f"\"model\": \"{serving.models[0].id if serving.models else ''}\"}}'",
+        f"\"temperature\": 0, \"model\": \"{serving.models[0].id if serving.models else ''}\"}}'",
         *(f"warning: {model.id} has a context of {model.context:,} tokens, and its pool has room "
           f"for {model.max_model_len:,}: --pool-memory gives it more"
           for model in serving.models if model.max_model_len < model.context),

@@ -52,7 +52,7 @@ def test_the_banner_is_short_on_the_usual_ports() -> None:
     text = banner(ServeOptions(model="/m", model_name="m"), serving(), 3.21)
     assert text.startswith("Quire is serving, 3.2 s after its start.\n")
     assert "  pool   p-1: 2,048 blocks of 16 tokens, 2,048 MiB\n" in text
-    assert '  quire generate "What is the capital of France?"\n' in text
+    assert '  quire generate --temperature 0 "What is the capital of France?"\n' in text
     assert text.endswith("`quire down`.")
 
 

@@ -1,7 +1,7 @@
 """`quire generate`: sends one prompt and prints the answer as it arrives."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from typer import Argument, BadParameter, Option
@@ -14,6 +14,10 @@ from quire.cli.requests.sampling import SamplingFlags, SeveralFlags
 from quire.errors import InvalidRequest
 from quire.messages import Request, usage_of
 from quire.types import ChatMessage, Prompt, Sampling
+
+_MAX_TOKENS = 1024
+"""The most tokens of an answer without --max-tokens: a small model may ramble to the end of its
+context, and a terminal has nobody who reads that far."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,12 @@ def generate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Send a prompt and stream the answer."""
+    """Send a prompt and stream the answer.
+
+    Without --max-tokens, the answer has at most 1,024 tokens.
+    """
+    if sampling.max_tokens is None:
+        sampling = replace(sampling, max_tokens=_MAX_TOKENS)
     if chat and raw:
         raise BadParameter("--chat and --raw exclude each other")
     request = asked.request(_prompt(text, system, raw), sampling.sampling(**several.fields()))

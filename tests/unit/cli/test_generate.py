@@ -39,7 +39,8 @@ def test_options_not_given_are_left_to_the_server(hello: Any) -> None:
     sampling = hello.requests[0].sampling
     optional = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
     # A seed is drawn by the client: whichever gateway goes on draws the same tokens.
-    assert [name for name in optional if sampling.HasField(name)] == ["seed"]
+    given = {name: getattr(sampling, name) for name in optional if sampling.HasField(name)}
+    assert given == {"seed": given["seed"], "max_tokens": 1024}
 
 
 def test_every_sampling_flag_arrives(hello: Any) -> None:
