@@ -13,7 +13,7 @@ from quire.addresses import DEFAULT_ADDRESS
 from quire.connections import Access, Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Embedding, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
+from quire.types import Embedding, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Upgrade, Worker
 from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
@@ -22,7 +22,7 @@ from quire.v1.block_manager_pb2 import (
     ListWorkersRequest,
 )
 from quire.v1.inference_pb2 import ListModelsRequest
-from quire.v1.supervisor_pb2 import ScaleRequest
+from quire.v1.supervisor_pb2 import ScaleRequest, UpgradeRequest
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -121,6 +121,12 @@ def scale(
     """
     request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
     return Call("supervisor", "Scale", request, messages.scaled)
+
+
+def upgrade(self: object, *, begin: bool = False) -> Call[Upgrade]:
+    """Return how far the upgrade of a `quire serve` is, or its last one. `begin` begins one, unless
+    one is going on."""
+    return Call("supervisor", "Upgrade", UpgradeRequest(begin=begin), messages.upgrade)
 
 
 def load_adapter(self: object, name: str, path: str, model: str = "") -> Call[str]:

@@ -137,6 +137,7 @@ class Client(ClientBase[Stream]):
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
     scale = _asked(calls.scale)
+    upgrade = _asked(calls.upgrade)
     load_adapter = _asked(calls.load_adapter)
     unload_adapter = _asked(calls.unload_adapter)
 

@@ -25,6 +25,7 @@ from quire.types import (
     Scaled,
     StructuredOutput,
     TokenLogprobs,
+    Upgrade,
     Usage,
     Worker,
     WorkerState,
@@ -265,6 +266,10 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
 
 def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
     return _from_message(Scaled, response)
+
+
+def upgrade(response: supervisor_pb2.UpgradeResponse) -> Upgrade:
+    return _from_message(Upgrade, response)
 
 
 def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:

@@ -307,6 +307,17 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
+class Upgrade:
+    """An upgrade of a run that is going on, or has ended."""
+
+    steps: tuple[str, ...] = ()
+    """What has been done, in sentences."""
+    is_running: bool = False
+    failure: str = ""
+    """Why it ended early; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolAudit:
     """A recount of one pool."""
 

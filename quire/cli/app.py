@@ -26,6 +26,7 @@ _COMMANDS = {
     "scale": ("deployment.scale:scale", _DEPLOYMENT),
     "plan": ("deployment.plan:plan", _DEPLOYMENT),
     "drain": ("deployment.drain:drain", _DEPLOYMENT),
+    "upgrade": ("deployment.upgrade:upgrade", _DEPLOYMENT),
     "certs": ("deployment.certs:certs", _DEPLOYMENT),
     "generate": ("requests.generate:generate", _REQUESTS),
     "batch": ("requests.batch:batch", _REQUESTS),

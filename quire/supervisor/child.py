@@ -5,11 +5,13 @@ import math
 import os
 import re
 import signal
+import socket
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from quire.sockets import listen
 from quire.supervisor.console import Console
 from quire.supervisor.errors import GaveUp
 from quire.supervisor.restart import STEADY_S, Exit, Restarts
@@ -17,6 +19,8 @@ from quire.supervisor.restart import STEADY_S, Exit, Restarts
 PARENT_FD = "QUIRE_PARENT_FD"
 _CHUNK_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
+RETIRE_S = 3600.0
+"""The longest that the requests of a gateway go on after another process has taken its place."""
 _LINE_END = re.compile(rb"[\r\n]+")
 
 
@@ -43,6 +47,9 @@ class ChildSpec:
     """An output line that contains one of these strings is not forwarded."""
     base_ports: Mapping[str, int] = field(default_factory=dict)
     """The ports that the user has set for a whole role, by variable name."""
+    http: tuple[str, str, int] | None = None
+    """A variable, and the host and the port of a listening socket, whose descriptor is its value;
+    the supervisor keeps the socket open as long as it runs."""
     metrics_socket: tuple[str, str] | None = None
     """A variable, and the beginning of the path that is its value; the service's number follows."""
     number: int = 0
@@ -69,6 +76,24 @@ class ChildSpec:
         return {**self.environment, **ports, **sockets}
 
 
+class Listeners:
+    """The listening sockets of gateways. They outlive their gateways, so that a connection waits
+    while one gateway takes the place of another."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[tuple[str, int], socket.socket] = {}
+
+    def get(self, host: str, port: int) -> int:
+        """Return the descriptor of the socket that listens there. OSError."""
+        if (host, port) not in self._sockets:
+            self._sockets[host, port] = listen(host, port)
+        return self._sockets[host, port].fileno()
+
+    def close(self) -> None:
+        for each in self._sockets.values():
+            each.close()
+
+
 class ParentPipe:
     """A pipe that lets the children notice the death of the supervisor.
 
@@ -92,10 +117,16 @@ class Child:
     """
 
     def __init__(
-        self, spec: ChildSpec, pipe: ParentPipe, console: Console, is_steady: Callable[[], bool]
+        self,
+        spec: ChildSpec,
+        pipe: ParentPipe,
+        listeners: Listeners,
+        console: Console,
+        is_steady: Callable[[], bool],
     ) -> None:
         self.spec = spec
         self._pipe = pipe
+        self._listeners = listeners
         self._console = console
         self._is_steady = is_steady
         self._restarts = Restarts()
@@ -126,6 +157,11 @@ class Child:
         return self._started_at if runs else math.inf
 
     @property
+    def pid(self) -> int | None:
+        """The id of the process, or None if none runs."""
+        return self._process.pid if self.running_since < math.inf and self._process else None
+
+    @property
     def failure(self) -> str:
         """Why the service fails to start again and again; empty once it has run for STEADY_S, or if
         it is told to end."""
@@ -140,6 +176,22 @@ class Child:
         self._console.note(f"{self.name} leaves")
         self._stopping.set()
         self._send_signal(signal.SIGTERM)
+
+    def retire(self) -> None:
+        """Let another process take this gateway's place: it keeps the requests that it has, takes
+        no other ones, and ends with the last of them, or after `RETIRE_S`."""
+        self._console.note(f"{self.name} leaves its ports to a new process")
+        self._stopping.set()
+        self._send_signal(signal.SIGUSR1)
+        asyncio.get_running_loop().call_later(RETIRE_S, self._send_signal, signal.SIGTERM)
+
+    def restart(self) -> None:
+        """Send SIGTERM; `run` then starts the service again."""
+        self._send_signal(signal.SIGTERM)
+
+    async def ended(self) -> None:
+        """Wait until the service has ended and will not start again."""
+        await self._ended.wait()
 
     async def run(self) -> None:
         """Keep the service running until `stop`, `kill` or `drain`.
@@ -183,13 +235,21 @@ class Child:
         # services in order. Not a session of its own: Linux gives each session its own share of a
         # CPU (sched_autogroup), and workers on one CPU would wait hundreds of milliseconds for
         # their turns.
+        inherited = {PARENT_FD: self._pipe.reading_end}
+        if self.spec.http is not None:
+            variable, host, port = self.spec.http
+            inherited[variable] = self._listeners.get(host, port)
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command,
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env={**os.environ, **self.spec.variables, PARENT_FD: str(self._pipe.reading_end)},
-            pass_fds=(self._pipe.reading_end,),
+            env={
+                **os.environ,
+                **self.spec.variables,
+                **{name: str(fd) for name, fd in inherited.items()},
+            },
+            pass_fds=tuple(inherited.values()),
             process_group=0,
         )
         if self._stopping.is_set():

@@ -11,8 +11,14 @@ import grpc
 from grpc import aio
 
 from quire.supervisor.run_directory import supervisor_address
+from quire.supervisor.upgrade import Upgrader
 from quire.supervisor.worker_scaler import WorkerScaler
-from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2 import (
+    ScaleRequest,
+    ScaleResponse,
+    UpgradeRequest,
+    UpgradeResponse,
+)
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
 
 _ACCEPT_PINGS = (
@@ -23,8 +29,9 @@ _ACCEPT_PINGS = (
 
 
 class SupervisorService(SupervisorServicer):
-    def __init__(self, scaler: WorkerScaler) -> None:
+    def __init__(self, scaler: WorkerScaler, upgrader: Upgrader) -> None:
         self._scaler = scaler
+        self._upgrader = upgrader
 
     async def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
         try:
@@ -40,14 +47,20 @@ class SupervisorService(SupervisorServicer):
             raise
         return ScaleResponse(**asdict(scaled))
 
+    async def Upgrade(self, request: UpgradeRequest, context: Any) -> UpgradeResponse:
+        if request.begin:
+            self._upgrader.begin()
+        return UpgradeResponse(**asdict(self._upgrader.upgrade))
+
 
 @asynccontextmanager
-async def served(scaler: WorkerScaler, run: Path) -> AsyncIterator[None]:
+async def served(scaler: WorkerScaler, upgrader: Upgrader, run: Path) -> AsyncIterator[None]:
     server = aio.server(options=_ACCEPT_PINGS)
-    add_SupervisorServicer_to_server(SupervisorService(scaler), server)
+    add_SupervisorServicer_to_server(SupervisorService(scaler, upgrader), server)
     server.add_insecure_port(supervisor_address(run))
     await server.start()
     try:
         yield
     finally:
+        await upgrader.close()
         await server.stop(grace=None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.supervisor import topology, valkey
 from quire.supervisor.banner import banner
-from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
+from quire.supervisor.child import Child, ChildSpec, Listeners, ParentPipe, Stage
 from quire.supervisor.console import Console
 from quire.supervisor.crowding import crowding
 from quire.supervisor.errors import ServeError
@@ -61,6 +61,7 @@ class Supervisor:
         self._console = console
         self._log_format = "supervised" if console.is_terminal else "json"
         self._pipe = ParentPipe()
+        self._listeners = Listeners()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -110,8 +111,10 @@ class Supervisor:
         await asyncio.to_thread(import_module, "quire.supervisor.readiness")
         from quire.supervisor.readiness import wait_until_serving
         from quire.supervisor.service import served
+        from quire.supervisor.upgrade import Upgrader
 
-        await stack.enter_async_context(served(scaler, self._directory))
+        upgrader = Upgrader(self._children, self._start, scaler, self._directory)
+        await stack.enter_async_context(served(scaler, upgrader, self._directory))
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),
             has_others=self._options.shares_store,
@@ -134,10 +137,14 @@ class Supervisor:
         self._start(spec)
         await valkey.wait_until_answering(self._directory)
 
-    def _start(self, spec: ChildSpec) -> None:
-        child = Child(spec, self._pipe, self._console, is_steady=lambda: self._has_served)
+    def _start(self, spec: ChildSpec) -> Child:
+        child = Child(
+            *(spec, self._pipe, self._listeners, self._console),
+            is_steady=lambda: self._has_served,
+        )
         self._children.append(child)
         self._spawn(child.run())
+        return child
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start `work` as a task; the first task that fails ends the run."""
@@ -153,6 +160,7 @@ class Supervisor:
 
     async def _take_down(self) -> None:
         """End all services, stage by stage: each ends before the services on which it depends."""
+        self._listeners.close()
         grace_s = self._options.stop_grace_s + EXIT_S
         for stage in sorted(Stage, reverse=True):
             ending = [child for child in self._children if child.spec.stage is stage]

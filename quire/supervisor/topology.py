@@ -120,7 +120,8 @@ def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> Child
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     name = f"gateway-{index + 1}" if index else "gateway"
-    return _service("gateway", name, Stage.GATEWAY, settings, index)
+    http = "QUIRE_GATEWAY_HTTP_FD", options.host, options.http_port + index
+    return replace(_service("gateway", name, Stage.GATEWAY, settings, index), http=http)
 
 
 def _service(

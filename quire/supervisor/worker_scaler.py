@@ -19,7 +19,7 @@ class WorkerScaler:
     def __init__(
         self,
         children: Sequence[Child],
-        start: Callable[[ChildSpec], None],
+        start: Callable[[ChildSpec], Child],
         groups: Sequence[ChildSpec],
         fewest: int = 1,
         warn_of: Callable[[int], str] = lambda _number: "",
@@ -90,14 +90,15 @@ class WorkerScaler:
         staying = sorted(self._staying(role, model), key=lambda child: child.running_since)
         if number is None:
             return len(staying)
-        starting += [self._start_worker(role, model) for _ in range(number - len(staying))]
+        missing = range(number - len(staying))
+        starting += [self.start_worker(role, model).name for _ in missing]
         for child in staying[number:]:
             child.drain()
             leaving.append(child.name)
         return number
 
-    def _start_worker(self, role: str, model: str) -> str:
-        """Start one more worker. Returns its name, which no worker had before.
+    def start_worker(self, role: str, model: str) -> Child:
+        """Start one more worker. Its name is one that no worker had before.
 
         The worker gets the lowest `number` that no running worker has, and so that number's ports.
         """
@@ -106,8 +107,7 @@ class WorkerScaler:
         taken = {child.spec.number for child in self._workers(role) if not child.has_ended}
         number = next(n for n in itertools.count() if n not in taken)
         spec = self._groups[role, model].worker(index, number)
-        self._start(spec)
-        return spec.name
+        return self._start(spec)
 
     def _staying(self, role: str, model: str) -> list[Child]:
         return [child for child in self._workers(role, model) if child.is_staying]

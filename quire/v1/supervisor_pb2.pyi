@@ -38,3 +38,19 @@ class ScaleResponse(_message.Message):
     failing: _containers.ScalarMap[str, str]
     warning: str
     def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class UpgradeRequest(_message.Message):
+    __slots__ = ("begin",)
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    begin: bool
+    def __init__(self, begin: _Optional[bool] = ...) -> None: ...
+
+class UpgradeResponse(_message.Message):
+    __slots__ = ("steps", "is_running", "failure")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedScalarFieldContainer[str]
+    is_running: bool
+    failure: str
+    def __init__(self, steps: _Optional[_Iterable[str]] = ..., is_running: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...

@@ -41,6 +41,11 @@ class SupervisorStub:
                 request_serializer=quire_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_supervisor__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Upgrade = channel.unary_unary(
+                '/quire.v1.Supervisor/Upgrade',
+                request_serializer=quire_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_supervisor__pb2.UpgradeResponse.FromString,
+                _registered_method=True)
 
 
 class SupervisorServicer:
@@ -56,6 +61,14 @@ class SupervisorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Upgrade(self, request, context):
+        """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
+        Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=quire_dot_v1_dot_supervisor__pb2.ScaleRequest.FromString,
                     response_serializer=quire_dot_v1_dot_supervisor__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Upgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=quire_dot_v1_dot_supervisor__pb2.UpgradeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_supervisor__pb2.UpgradeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +112,33 @@ class Supervisor:
             '/quire.v1.Supervisor/Scale',
             quire_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
             quire_dot_v1_dot_supervisor__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Supervisor/Upgrade',
+            quire_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+            quire_dot_v1_dot_supervisor__pb2.UpgradeResponse.FromString,
             options,
             channel_credentials,
             insecure,

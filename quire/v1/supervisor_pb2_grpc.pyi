@@ -39,6 +39,10 @@ class SupervisorStub:
     """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
     number that a run cannot have, or a model that is not clear.
     """
+    Upgrade: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeResponse]
+    """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
+    Answers at once.
+    """
 
 @_typing.type_check_only
 class SupervisorAsyncStub(SupervisorStub):
@@ -50,6 +54,10 @@ class SupervisorAsyncStub(SupervisorStub):
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]  # type: ignore[assignment]
     """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
     number that a run cannot have, or a model that is not clear.
+    """
+    Upgrade: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeResponse]  # type: ignore[assignment]
+    """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
+    Answers at once.
     """
 
 class SupervisorServicer(metaclass=_abc_1.ABCMeta):
@@ -65,6 +73,16 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_supervisor_pb2.ScaleResponse, _abc.Awaitable[_supervisor_pb2.ScaleResponse]]:
         """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
         number that a run cannot have, or a model that is not clear.
+        """
+
+    @_abc_1.abstractmethod
+    def Upgrade(
+        self,
+        request: _supervisor_pb2.UpgradeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_pb2.UpgradeResponse, _abc.Awaitable[_supervisor_pb2.UpgradeResponse]]:
+        """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
+        Answers at once.
         """
 
 def add_SupervisorServicer_to_server(servicer: SupervisorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -86,6 +86,13 @@ class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
         le=65535,
         description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
     )
+    http_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="file descriptor of a socket that listens at http_port already; `quire serve` "
+        "sets it, so that another gateway process can take this one's place (`quire upgrade`): the "
+        "gRPC port may then be shared, too",
+    )
     metrics_directory: Path | None = Field(
         default=None,
         description="directory of other services' sockets of metrics, which /metrics has too",

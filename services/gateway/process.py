@@ -2,11 +2,13 @@
 workers, and shuts down within a grace time."""
 
 import asyncio
+import os
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from socket import gethostname
 
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
@@ -28,7 +30,7 @@ from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.grpc.service import InferenceService
 from services.gateway.http.adapters import adapter_routes
 from services.gateway.http.app import create_app
-from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.output.output import PAUSE_AFTER_S
 from services.gateway.request.metrics import RequestMetrics
@@ -52,6 +54,9 @@ request without the answer."""
 _STORE_PATIENCE_S = 30.0
 """How long a new request waits while Redis is away. In less time a server starts again, or its
 replica takes over."""
+RETIRE_S = 3600.0
+"""The longest that a gateway's requests go on after another process has taken its place; the
+supervisor then ends it."""
 _LAST_WRITES_S = 1.0
 """How long the servers run after all requests have ended, to write the last answers."""
 
@@ -92,14 +97,19 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         feed, history, routes = _operator_routes(
             settings, wiring, request_metrics.metrics, relays[0], keyring
         )
-        http_port = await listeners.open_http(metrics, routes, http)
+        departure = Departure()
+        http_port = await listeners.open_http(metrics, routes, http, departure)
+        if http_port is None:
+            departure.ended.set()
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
         heartbeat = RegistryHeartbeat(
             registry,
             lambda: wiring.describe(
-                settings.address(port), started_unix_ms, stopping=stop.is_set()
+                settings.address(port),
+                started_unix_ms,
+                stopping=stop.is_set() or departure.begun.is_set(),
             ),
         )
         log.info("gateway_listening", port=port, http_port=http_port)
@@ -109,6 +119,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
+            background.append(
+                tasks.create_task(_retire(wiring, server, departure, heartbeat, stop))
+            )
             await stop.wait()
             heartbeat.changed()
             feed.close()
@@ -131,6 +144,29 @@ def _operator_routes(
     if wiring.adapters is None:
         return feed, history, routes
     return feed, history, [*routes, *adapter_routes(wiring.adapters)]
+
+
+async def _retire(
+    wiring: Wiring,
+    server: RpcServer,
+    departure: Departure,
+    heartbeat: RegistryHeartbeat,
+    stop: asyncio.Event,
+) -> None:
+    """Leave the ports to another process at SIGUSR1, and set `stop` when the last request and the
+    last HTTP connection have ended. Clients of gRPC go to the other process with their next call,
+    clients of HTTP when they have the answer to their next request."""
+    retiring = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, retiring.set)
+    await retiring.wait()
+    log.info("gateway_retiring", num_requests=len(wiring.dispatcher.requests))
+    departure.begun.set()
+    heartbeat.changed()
+    stopping = asyncio.create_task(server.stop(RETIRE_S))
+    await departure.ended.wait()
+    await wiring.dispatcher.wait_until_idle(RETIRE_S)
+    stop.set()
+    await stopping
 
 
 async def _shut_down(
@@ -192,11 +228,11 @@ class _Listeners:
         one is set. The run's user also uses the models there, without a key."""
         settings = self.settings
         server = self._server(has_operations=True)
-        socket = operations_socket(settings.run_dir, gethostname(), public_port)
+        path = operations_socket(settings.run_dir, socket.gethostname(), public_port, os.getpid())
         remove_dead_sockets(settings.run_dir)
-        port = await server.start_local(socket, "127.0.0.1", settings.operations_port)
+        port = await server.start_local(path, "127.0.0.1", settings.operations_port)
         self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
-        log.info("operations_listening", socket=str(socket), port=port)
+        log.info("operations_listening", socket=str(path), port=port)
         return server
 
     def _server(self, *, has_operations: bool, max_connections: int | None = None) -> RpcServer:
@@ -209,6 +245,7 @@ class _Listeners:
             *(service.SERVICE_NAME, *names),
             guard=KeyGuard(self.keyring, names),
             max_connections=max_connections,
+            shares_port=self.settings.http_fd is not None,
             tls=self.settings.public_tls(),
             health=self.health,
         )
@@ -220,7 +257,11 @@ class _Listeners:
         return server
 
     async def open_http(
-        self, metrics: CollectorRegistry, more_routes: Sequence[Route], stack: AsyncExitStack
+        self,
+        metrics: CollectorRegistry,
+        more_routes: Sequence[Route],
+        stack: AsyncExitStack,
+        departure: Departure,
     ) -> int | None:
         settings = self.settings
         if settings.http_port is None:
@@ -241,8 +282,13 @@ class _Listeners:
             # write may wait a little longer than that.
             write_timeout_s=PAUSE_AFTER_S + settings.options.read_window_s + _LAST_WRITES_S,
         )
-        address = settings.host, settings.http_port
-        serving = http_server(app, *address, _LAST_WRITES_S, limits, settings.public_tls())
+        fd = settings.http_fd
+        serving = http_server(
+            *(app, settings.host, settings.http_port, _LAST_WRITES_S, limits),
+            tls=settings.public_tls(),
+            listening=None if fd is None else socket.socket(fileno=fd),
+            departure=departure,
+        )
         return await stack.enter_async_context(serving)
 
 

@@ -41,6 +41,19 @@ class ConnectionLimits:
     waits for its client."""
 
 
+class Departure:
+    """How a server leaves its port to the process that takes its place.
+
+    From `begun` on, the server accepts no connection, and each answer that begins asks the client
+    to close its connection. `ended` is set when no connection is open any more, which takes as long
+    as the longest answer, and up to `_KEEP_ALIVE_S` for a connection without requests.
+    """
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
 class Connections:
     """The open connections of a server, and the ASGI application that they call, which calls `app`.
 
@@ -48,8 +61,9 @@ class Connections:
     keep no client out. If none is idle, the request of the new one is answered with 503.
     """
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, departure: Departure) -> None:
         self._app = app
+        self._departure = departure
         self.limits = limits
         self.open: set[Connection] = set()
         self.idle: dict[Connection, None] = {}
@@ -64,6 +78,12 @@ class Connections:
     def remove(self, connection: "Connection") -> None:
         self.open.discard(connection)
         self.idle.pop(connection, None)
+        self.check_departure()
+
+    def check_departure(self) -> None:
+        """Note it if the last connection has closed since the server's departure began."""
+        if self._departure.begun.is_set() and not self.open:
+            self._departure.ended.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"].pop("connection")
@@ -73,9 +93,15 @@ class Connections:
             connection.num_allowed += 2 * len(message.get("body", b""))
             return message
 
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._departure.begun.is_set():
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
         connection.begin()
         try:
-            await (self._refusal(scope, connection) or self._app)(scope, receive_counted, send)
+            answer = self._refusal(scope, connection) or self._app
+            await answer(scope, receive_counted, send_last)
         finally:
             connection.end()
 

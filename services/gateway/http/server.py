@@ -16,6 +16,7 @@ from services.gateway.http.connections import (
     Connection,
     ConnectionLimits,
     Connections,
+    Departure,
 )
 from services.runtime.errors import StartupError
 from services.runtime.rpc.tls import Newest, TlsFiles
@@ -36,8 +37,14 @@ async def http_server(
     grace_s: float = 10.0,
     limits: ConnectionLimits | None = None,
     tls: TlsFiles | None = None,
+    listening: socket.socket | None = None,
+    departure: Departure | None = None,
 ) -> AsyncIterator[int]:
     """Serves `app` inside the block; yields the port. Without `tls` it serves plain HTTP.
+
+    `listening` is a socket that listens already, in place of `host` and `port`: the supervisor
+    keeps it open while one gateway takes the place of another, so that connections wait and none is
+    refused. `departure` lets the server leave its port before the end of the block.
 
     At the end of the block, running requests get `grace_s` (rounded up to whole seconds) to finish;
     then they are cancelled. All requests have ended when the context manager returns.
@@ -45,8 +52,10 @@ async def http_server(
     Raises StartupError if the server cannot listen on the address, or the files of `tls` are wrong.
     """
     limits = limits or ConnectionLimits()
+    departure = departure or Departure()
+    connections = Connections(app, limits, departure)
     config = uvicorn.Config(
-        Connections(app, limits),
+        connections,
         http=Connection,
         log_config=None,
         log_level="error",
@@ -63,7 +72,8 @@ async def http_server(
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     context = None if tls is None else _tls_context(tls)
-    listening = _listen(host, port, limits)
+    listening = listening or _listen(host, port)
+    _set_options(listening, limits)
     # `uvicorn.Server.serve` would set handlers of the process's signals, and gives a client a
     # minute for its TLS handshake.
     server.servers = [
@@ -75,11 +85,15 @@ async def http_server(
             backlog=_BACKLOG,
         )
     ]
-    dates = asyncio.create_task(_set_dates(server), name="http")
+    tasks = [
+        asyncio.create_task(_set_dates(server), name="http"),
+        asyncio.create_task(_depart(server, connections, departure), name="http departure"),
+    ]
     try:
         yield listening.getsockname()[1]
     finally:
-        dates.cancel()
+        for task in tasks:
+            task.cancel()
         await server.shutdown()
         if cancelled := server.server_state.tasks:
             await asyncio.wait(cancelled)
@@ -90,6 +104,14 @@ async def _set_dates(server: uvicorn.Server) -> None:
     while True:
         await server.on_tick(0)
         await asyncio.sleep(until_tick(_DATE_INTERVAL_S))
+
+
+async def _depart(server: uvicorn.Server, connections: Connections, departure: Departure) -> None:
+    """Accept no connection once the departure has begun."""
+    await departure.begun.wait()
+    for each in server.servers:
+        each.close()
+    connections.check_departure()
 
 
 def _tls_context(files: TlsFiles) -> ssl.SSLContext:
@@ -110,13 +132,16 @@ def _tls_context(files: TlsFiles) -> ssl.SSLContext:
     return first
 
 
-def _listen(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listening = listen(host, port, _BACKLOG)
+        return listen(host, port, _BACKLOG)
     except OSError as error:
         raise StartupError(
             f"HTTP: cannot listen on {join_host_port(host, port)}: {error.strerror or error}"
         ) from error
+
+
+def _set_options(listening: socket.socket, limits: ConnectionLimits) -> None:
     # Accepted connections inherit the options. asyncio sets TCP_NODELAY only on a socket that names
     # its protocol, which create_server's does not. Without the option, a small write waits for the
     # client's delayed ACK.
@@ -127,4 +152,3 @@ def _listen(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
         (socket.TCP_USER_TIMEOUT, round(1000 * limits.write_timeout_s)),
     ):
         listening.setsockopt(socket.IPPROTO_TCP, option, value)
-    return listening

@@ -108,6 +108,10 @@ class Dispatcher:
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests with Draining, and wait at most `limit_s` until none runs."""
         self._draining = True
+        await self.wait_until_idle(limit_s)
+
+    async def wait_until_idle(self, limit_s: float) -> None:
+        """Wait at most `limit_s` until no request runs."""
         until = self._clock() + limit_s
         while self._requests or self._admitting:
             seen = self._changes.num_changes

@@ -42,8 +42,6 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # How long a connection may occupy a file descriptor before its HTTP/2 handshake.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # The second service on a port must fail: with port reuse each would get some connections.
-    ("grpc.so_reuseport", 0),
 )
 _CHANNEL_OPTIONS = (
     *_LIMITS,
@@ -76,7 +74,8 @@ class RpcServer:
     or refuses each call. `max_connections`: for ports that are open to the outside; the server
     closes further connections at once, and idle ones after 5 minutes; each connection has at most
     `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP ports; None: no TLS. `health` is
-    the service's, and follows `set_serving`.
+    the service's, and follows `set_serving`. `shares_port`: another process of this user may listen
+    on the same port, and each gets some of the connections; otherwise a second one fails to start.
     """
 
     def __init__(
@@ -86,8 +85,10 @@ class RpcServer:
         max_connections: int | None = None,
         tls: TlsFiles | None = None,
         health: Health | None = None,
+        shares_port: bool = False,
     ) -> None:
-        options = (*_SERVER_OPTIONS, *_connection_limits(max_connections))
+        reuse = ("grpc.so_reuseport", int(shares_port))
+        options = (*_SERVER_OPTIONS, reuse, *_connection_limits(max_connections))
         self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=options)
         self._own_health = health
         self._health = rpc_health.aio.HealthServicer()

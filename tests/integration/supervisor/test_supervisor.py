@@ -17,7 +17,12 @@ import grpc
 import pytest
 
 from quire.supervisor.run_directory import free_port
-from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2 import (
+    ScaleRequest,
+    ScaleResponse,
+    UpgradeRequest,
+    UpgradeResponse,
+)
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
 from tests.waiting import wait_until
 
@@ -275,6 +280,28 @@ def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -
     everyone = run.everyone()
     assert run.end() == 0
     assert not any(map(_is_alive, everyone))
+
+
+def upgrade(run: Run, *, begin: bool) -> UpgradeResponse:
+    with grpc.insecure_channel(f"unix:{run.directory}/supervisor.sock") as channel:
+        return SupervisorStub(channel).Upgrade(UpgradeRequest(begin=begin), timeout=LIMIT_S)
+
+
+def test_an_upgrade_ends_where_a_new_process_does_not_start(start: Callable[..., Run]) -> None:
+    """What is not replaced goes on, and what has started for nothing ends."""
+    run = start()
+    run.wait_until_serving()
+    workers = run.pids("prefill"), run.pids("decode")
+    (gateway,) = run.pids("gateway")
+    (run.directory / "decode-cannot-start").touch()
+    assert upgrade(run, begin=True).is_running
+    wait_until(lambda: not upgrade(run, begin=False).is_running, explain=run.text)
+    ended = upgrade(run, begin=False)
+    assert ended.failure == "decode-2 does not start: error: there is no memory"
+    assert [step.partition(" ")[0] for step in ended.steps] == ["gateway", "block-manager"]
+    wait_until(lambda: (run.pids("prefill"), run.pids("decode")) == workers, explain=run.text)
+    assert run.pids("gateway") != [gateway]
+    assert run.end() == 0
 
 
 def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[..., Run]) -> None:

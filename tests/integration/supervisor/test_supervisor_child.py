@@ -5,7 +5,7 @@ import io
 import sys
 import tracemalloc
 
-from quire.supervisor.child import MAX_LINE_BYTES, Child, ChildSpec, ParentPipe, Stage
+from quire.supervisor.child import MAX_LINE_BYTES, Child, ChildSpec, Listeners, ParentPipe, Stage
 from quire.supervisor.console import Console
 
 
@@ -14,7 +14,7 @@ async def forwarded(program: str) -> list[str]:
     lines, pipe = io.StringIO(), ParentPipe()
     script = f"import signal\n{program}\nprint('the end', flush=True)\nsignal.pause()"
     spec = ChildSpec("toy", (sys.executable, "-c", script), Stage.WORKER)
-    child = Child(spec, pipe, Console(lines=lines, notes=io.StringIO()), lambda: True)
+    child = Child(spec, pipe, Listeners(), Console(lines=lines, notes=io.StringIO()), lambda: True)
     running = asyncio.create_task(child.run())
     async with asyncio.timeout(20):
         while "the end" not in lines.getvalue():

@@ -10,6 +10,7 @@ from grpc import aio
 
 from quire.supervisor.run_directory import supervisor_address
 from quire.supervisor.service import served
+from quire.supervisor.upgrade import Upgrader
 
 PINGS = (
     ("grpc.keepalive_time_ms", 20),
@@ -21,8 +22,9 @@ PINGS = (
 async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_path: Path) -> None:
     """By default a server ends a connection after a few pings within 5 minutes, and gRPC writes a
     line into the gateway's log."""
+    none = cast("Any", None)
     async with (
-        served(cast("Any", None), tmp_path),
+        served(none, Upgrader((), none, none, tmp_path), tmp_path),
         aio.insecure_channel(supervisor_address(tmp_path), PINGS) as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)

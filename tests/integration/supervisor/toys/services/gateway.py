@@ -1,6 +1,7 @@
 """A gateway that reports which other services run."""
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,7 +63,9 @@ for each in (server, operations):
     add_HealthServicer_to_server(health, each)
 add_BlockManagerServicer_to_server(Gateway(), operations)
 server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
-operations.add_insecure_port(f"unix:{operations_socket(run_dir('gateway'), 'toy', 1)}")
+port = int(os.environ["QUIRE_GATEWAY_PORT"])
+path = operations_socket(run_dir("gateway"), socket.gethostname(), port, os.getpid())
+operations.add_insecure_port(f"unix:{path}")
 server.start()
 operations.start()
 run("gateway")

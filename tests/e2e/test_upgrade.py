@@ -1,0 +1,128 @@
+"""`quire upgrade` replaces every service of a run while requests run: none fails, none gets another
+token."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.client import Client
+from quire.types import Sampling
+from tests.waiting import wait_until
+
+from .conftest import POOL_MEMORY
+from .deployment import Deployment, serving
+
+PROMPT = list(range(259, 299))
+NUM_TOKENS = 64
+NUM_CLIENTS = 2
+"""Clients of each kind."""
+SERVICES = ("services.gateway", "services.block_manager", "role=prefill", "role=decode")
+
+Ask = Callable[[], Coroutine[Any, Any, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A gateway, a prefill and a decode worker: there is no other one that could serve instead."""
+    memory = ("--pool-memory", str(POOL_MEMORY))
+    with serving(checkpoint, tmp_path_factory.mktemp("upgrade"), *memory) as running:
+        yield running
+
+
+def body(**more: Any) -> dict[str, Any]:
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return fields | {"return_token_ids": True} | more
+
+
+async def over_grpc(client: AsyncClient) -> list[int]:
+    sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [token async for delta in client.generate(PROMPT, sampling) for token in delta.token_ids]
+
+
+async def in_a_stream(client: httpx.AsyncClient) -> list[int]:
+    """The tokens of an HTTP stream; the client keeps its connections for the next one."""
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body(stream=True)) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice["token_ids"]
+    return tokens
+
+
+async def on_a_new_connection(url: str) -> list[int]:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/completions", json=body())
+        assert answer.status_code == 200, answer.text
+        tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+        return tokens
+
+
+class Load:
+    """Clients that send one request after another, and note every answer."""
+
+    def __init__(self, asks: list[Ask]) -> None:
+        self.answers: list[list[int]] = []
+        self._ends = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._send(ask)) for ask in asks]
+
+    async def _send(self, ask: Ask) -> None:
+        while not self._ends.is_set():
+            self.answers.append(await ask())
+
+    async def end(self) -> None:
+        """Let the running requests end. Raises the error of a client that had one."""
+        self._ends.set()
+        await asyncio.gather(*self._tasks)
+
+
+async def loads(deployment: Deployment) -> AsyncIterator[Load]:
+    limits = httpx.Limits(max_keepalive_connections=NUM_CLIENTS)
+    async with (
+        AsyncClient(deployment.address) as rpc,
+        httpx.AsyncClient(base_url=deployment.http, timeout=60, limits=limits) as http,
+    ):
+        asks: list[Ask] = []
+        for _ in range(NUM_CLIENTS):
+            asks += [lambda: over_grpc(rpc), lambda: in_a_stream(http)]
+            asks.append(lambda: on_a_new_connection(deployment.http))
+        yield Load(asks)
+
+
+async def upgrade(deployment: Deployment) -> str:
+    """Run the command as a user does; returns what it prints."""
+    root = str(deployment.operations.split(",")[0].removeprefix("unix:"))
+    command = (sys.executable, "-m", "quire.cli", "upgrade", "--run", str(Path(root).parent))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode() + deployment.log_tail()
+    return output.decode()
+
+
+async def test_every_service_is_replaced_and_no_request_notices(deployment: Deployment) -> None:
+    before = {service: deployment.running(service) for service in SERVICES}
+    expected = await on_a_new_connection(deployment.http)
+    assert len(expected) == NUM_TOKENS
+    async for load in loads(deployment):
+        printed = await upgrade(deployment)
+        await load.end()
+        assert len(load.answers) > 3 * NUM_CLIENTS
+        assert all(tokens == expected for tokens in load.answers)
+    assert "decode-2 serves in place of decode-1, which has left." in printed
+    wait_until(lambda: all(len(deployment.running(each)) == 1 for each in SERVICES), limit_s=90)
+    for service in SERVICES:
+        assert not set(before[service]) & set(deployment.running(service)), service
+    with Client(deployment.operations.split(",")[0]) as client:
+        assert not any(report.violations for report in client.audit())
+        assert sorted(each.name for each in client.workers()) == ["decode-2", "prefill-2"]
