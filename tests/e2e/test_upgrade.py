@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.types import Sampling
@@ -31,9 +32,11 @@ Ask = Callable[[], Coroutine[Any, Any, list[int]]]
 
 @pytest.fixture(scope="module")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A gateway, a prefill and a decode worker: there is no other one that could serve instead."""
-    memory = ("--pool-memory", str(POOL_MEMORY))
-    with serving(checkpoint, tmp_path_factory.mktemp("upgrade"), *memory) as running:
+    """A gateway, a prefill and a decode worker: there is no other one that could serve instead. The
+    model is a link to a directory."""
+    folder = tmp_path_factory.mktemp("upgrade")
+    (folder / "model").symlink_to(checkpoint)
+    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
         yield running
 
 
@@ -126,3 +129,24 @@ async def test_every_service_is_replaced_and_no_request_notices(deployment: Depl
     with Client(deployment.operations.split(",")[0]) as client:
         assert not any(report.violations for report in client.audit())
         assert sorted(each.name for each in client.workers()) == ["decode-2", "prefill-2"]
+
+
+async def test_new_weights_at_the_same_path_are_served_and_no_request_fails(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    """Requests that run go on with the new weights, from the tokens that they have."""
+    old = await on_a_new_connection(deployment.http)
+    link = deployment.log.parent / "model"
+    (tmp_path / "link").symlink_to(make_checkpoint(tmp_path / "new", seed=1))
+    async for load in loads(deployment):
+        (tmp_path / "link").rename(link)
+        await upgrade(deployment)
+        await load.end()
+    new = await on_a_new_connection(deployment.http)
+    assert new != old
+    assert new == await on_a_new_connection(deployment.http)
+    for tokens in load.answers:
+        assert len(tokens) == NUM_TOKENS
+    with Client(deployment.operations.split(",")[0]) as client:
+        (pool,) = client.pools()
+        assert pool.num_held == 0

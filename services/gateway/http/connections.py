@@ -44,8 +44,8 @@ class ConnectionLimits:
 class Departure:
     """How a server leaves its port to the process that takes its place.
 
-    From `begun` on, the server accepts no connection, and each answer that begins asks the client
-    to close its connection. `ended` is set when no connection is open any more, which takes as long
+    From `begun` on, the server accepts no connection, and the answer to each further request asks
+    the client to close its connection. `ended` is set when no connection is open any more, which takes as long
     as the longest answer, and up to `_KEEP_ALIVE_S` for a connection without requests.
     """
 
@@ -94,14 +94,16 @@ class Connections:
             return message
 
         async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._departure.begun.is_set():
+            if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
+
+        departs = self._departure.begun.is_set()
 
         connection.begin()
         try:
             answer = self._refusal(scope, connection) or self._app
-            await answer(scope, receive_counted, send_last)
+            await answer(scope, receive_counted, send_last if departs else send)
         finally:
             connection.end()
 
