@@ -45,8 +45,8 @@ class Departure:
     """How a server leaves its port to the process that takes its place.
 
     From `begun` on, the server accepts no connection, and the answer to each further request asks
-    the client to close its connection. `ended` is set when no connection is open any more, which takes as long
-    as the longest answer, and up to `_KEEP_ALIVE_S` for a connection without requests.
+    the client to close its connection. `ended` is set when no connection is open any more: after
+    the longest answer, and for a connection without requests after up to `_KEEP_ALIVE_S`.
     """
 
     def __init__(self) -> None:
