@@ -118,8 +118,11 @@ class WorkerOptions(AdapterOptions, TraceOptions):
     max_model_len: Annotated[int | None, Flag("TOKENS")] = Field(
         default=None, ge=2, description="longest prompt + generation; default: the model's context"
     )
-    max_num_seqs: Annotated[int, Flag("N")] = Field(
-        default=64, ge=1, description="sequences in one step of a decode worker"
+    max_num_seqs: Annotated[int | None, Flag("N")] = Field(
+        default=None,
+        ge=1,
+        description="sequences in one step of a decode worker; default: 64, on a GPU 256, or "
+        "max_num_batched_tokens where that is less",
     )
     max_num_batched_tokens: Annotated[int | None, Flag("N")] = Field(
         default=None,
@@ -167,7 +170,7 @@ class WorkerOptions(AdapterOptions, TraceOptions):
     @field_validator("max_num_batched_tokens")
     @classmethod
     def _check_batched_tokens(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
-        num_seqs = others.data.get("max_num_seqs", 0)
+        num_seqs = others.data.get("max_num_seqs") or 0
         if num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
         return num_tokens

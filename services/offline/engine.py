@@ -174,7 +174,7 @@ class OfflineEngine:
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         arrived_at = asyncio.get_running_loop().time()
         admitted = await admit(request, request_id, name, self._served, adapter)
-        check_slots(admitted.width, self._settings.max_num_seqs)
+        check_slots(admitted.width, self._settings.num_seqs)
         with self._running(admitted, arrived_at) as output:
             yield output
 

@@ -89,7 +89,7 @@ class LLM:
         except BaseException:
             self._loop.close()
             raise
-        self.num_at_once = _AT_ONCE * known.max_num_seqs
+        self.num_at_once = _AT_ONCE * known.num_seqs
         self._loaded: set[LoRARequest] = set()
 
     def generate(

@@ -26,6 +26,7 @@ from services.worker.draft_config import draft_config
 from services.worker.preflight import check_pool, check_quantize
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
+_SEQS, _SEQS_ON_GPU = 64, 256
 
 
 class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
@@ -116,10 +117,16 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         return 1 if self.kernels == "cpu" else self.threads
 
     @property
+    def num_seqs(self) -> int:
+        """The most sequences that one step computes."""
+        default = _SEQS_ON_GPU if self.is_on_gpu else _SEQS
+        return self.max_num_seqs or min(default, self.max_num_batched_tokens or default)
+
+    @property
     def num_batched_tokens(self) -> int:
         """The most tokens that one step computes."""
         default = _BATCHED_TOKENS_ON_GPU if self.is_on_gpu else _BATCHED_TOKENS
-        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+        return self.max_num_batched_tokens or max(default, self.num_seqs)
 
     def computed_kind(self, config: ModelConfig) -> StoredKind | Quantization | None:
         """The kind of the model's quantized linears; None if they compute in floating point."""

@@ -83,7 +83,7 @@ def plan_draft(
         block_size=settings.block_size,
     )
     context = min(settings.context(config), found.max_position_embeddings)
-    most = settings.max_num_seqs * -(-context // settings.block_size)
+    most = settings.num_seqs * -(-context // settings.block_size)
     num_bytes = parse_size(speculative.draft_kv_memory)
     num_blocks = min(num_bytes // layout.block_bytes, most)
     if num_blocks < MIN_BLOCKS:
@@ -137,6 +137,6 @@ def speculation(
     if config is None or settings.service != "decode":
         return None
     if draft is not None:
-        drafter = draft.drafter(launch_on, settings.max_num_seqs)
+        drafter = draft.drafter(launch_on, settings.num_seqs)
         return Speculation(drafter, config.num_speculative_tokens)
     return Speculation(NgramDrafter(*config.ngram_sizes), config.num_speculative_tokens)

@@ -206,11 +206,11 @@ class _Load:
             lambda kv: new_runner(model, kv, layout.block_size, self.backend, ranks),
             layout,
             num_tokens=settings.num_batched_tokens,
-            num_rows=settings.max_num_seqs,
+            num_rows=settings.num_seqs,
             num_workers=settings.num_expected_workers,
             utilization=settings.gpu_memory_utilization,
             shared=self.shared,
-            graph_rows=0 if settings.enforce_eager else settings.max_num_seqs,
+            graph_rows=0 if settings.enforce_eager else settings.num_seqs,
         )
         plan = ranks.measure(layout, measure) if ranks else measure()
         log.info("gpu_memory_planned", device=settings.device, **plan.fields(layout.block_bytes))
@@ -238,7 +238,7 @@ class _Load:
         settings, config = self.settings, self.config
         speculative = settings.speculative_config
         return Limits(
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.num_seqs,
             max_num_batched_tokens=settings.num_batched_tokens,
             max_model_len=settings.context(config),
             vocab_size=config.vocab_size,
@@ -256,7 +256,7 @@ class _Load:
         num_heads = config.num_heads + 2 * config.num_kv_heads
         width = config.hidden_size + max(2 * config.intermediate_size, num_heads * config.head_dim)
         num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
-        num_values += settings.max_num_seqs * config.vocab_size
+        num_values += settings.num_seqs * config.vocab_size
         weight_bytes = self._weight_bytes(settings.model, config)
         if draft is not None:
             weight_bytes += self._weight_bytes(draft.directory, draft.config)

@@ -214,8 +214,14 @@ def test_a_step_has_a_token_for_every_sequence() -> None:
     assert settings(device="cuda:0").num_batched_tokens == 8192
     assert settings(max_num_seqs=1000).num_batched_tokens == 1000
     assert settings(max_num_batched_tokens=64).num_batched_tokens == 64
+    assert settings(max_num_batched_tokens=10).num_seqs == 10
     with pytest.raises(ValidationError, match="10 is less than max_num_seqs, 64"):
-        settings(max_num_batched_tokens=10)
+        settings(max_num_batched_tokens=10, max_num_seqs=64)
+
+
+def test_a_gpu_takes_more_sequences_by_default() -> None:
+    assert (settings().num_seqs, settings(device="cuda:0").num_seqs) == (64, 256)
+    assert settings(device="cuda:0", max_num_seqs=32).num_seqs == 32
 
 
 def test_with_threads_no_cpus_are_divided() -> None:
