@@ -26,6 +26,8 @@ from blockstore.records import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Retained,
+    Retention,
     Wait,
 )
 from blockstore.store import MarkOwned, Recovery
@@ -140,6 +142,24 @@ class MemoryStore:
         with self._freeing(pool_id) as ledger:
             ledger.release(holder_id, epoch, comes_back)
 
+    async def retain(
+        self,
+        pool_id: str,
+        owner: str,
+        name: str,
+        ttl_ms: int,
+        hashes: Sequence[PrefixHash],
+        limits: tuple[int, int],
+    ) -> Retained:
+        return self.ledger(pool_id).retain(owner, name, ttl_ms, hashes, limits)
+
+    async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+        return self.ledger(pool_id).end_retention(owner, name)
+
+    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+        ledger = self.ledger(pool_id)
+        return ledger.retentions.records(ledger.blocks)
+
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return self.ledger(pool_id).match(hashes)
 
@@ -155,7 +175,7 @@ class MemoryStore:
 
     async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
         blocks = self.ledger(pool_id).blocks
-        ranks = {block_id: rank for rank, block_id in enumerate(blocks.cached)}
+        ranks = {block_id: rank for rank, block_id in enumerate((*blocks.cached, *blocks.kept))}
         return tuple(
             BlockInfo(each, blocks.refs.get(each, 0), blocks.hash_of.get(each), ranks.get(each))
             for each in block_ids

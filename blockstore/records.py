@@ -1,7 +1,7 @@
 """Data types of the block store's arguments and answers (`blockstore.store`)."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 PrefixHash = bytes
@@ -90,6 +90,31 @@ class Claim:
         latest = dict.fromkeys(reversed(acquired))
         block_ids = tuple(block_id for block_id in reversed(latest) if block_id in held)
         return cls(epoch, len(acquired), block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """The answer to `retain`."""
+
+    num_blocks: int
+    """The number of leading hashes that are retained."""
+    num_of_owner: int
+    """All hashes for which the owner is charged."""
+    num_of_pool: int
+    """All hashes that are retained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A prefix that an owner retains."""
+
+    owner: str
+    name: str
+    num_blocks: int
+    num_cached: int
+    """The number of its hashes that are indexed."""
+    left_ms: int = field(compare=False)
+    """The time until it ends; 0 if its time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +209,8 @@ class PoolStats:
     used."""
     num_to_account: int = 0
     """The number of blocks from 0 up that have to be accounted for before the pool is reopened."""
+    num_retained: int = 0
+    """The number of prefix hashes that are retained, whether a block has them or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from blockstore.records import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Retained,
+    Retention,
     Wait,
 )
 from blockstore.redis import keys
@@ -44,10 +46,13 @@ from blockstore.redis.replies import (
     names,
     pages_of,
     pool_stats,
+    retention,
 )
 from blockstore.store import MarkOwned, Recovery
 
 HOLDER_PAGE = 1000
+RETENTION_PAGE = 16
+"""The retentions of one call that lists them; each may have thousands of hashes."""
 OBSERVER_PAGE = 512
 """The blocks of one command that reads them for an observer: well below a millisecond."""
 RESTORE_PAGE = 1024
@@ -236,6 +241,31 @@ class RedisStore(RedisCalls):
             record=lambda mirror, reply: mirror.record_release(holder_id, epoch, comes_back, reply),
         )
 
+    # Retention
+
+    async def retain(
+        self,
+        pool_id: str,
+        owner: str,
+        name: str,
+        ttl_ms: int,
+        hashes: Sequence[PrefixHash],
+        limits: tuple[int, int],
+    ) -> Retained:
+        args: list[Argument] = [owner, name, ttl_ms, *limits, *hashes]
+        return Retained(*await self._mutate("retain", pool_id, *args))
+
+    async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+        return bool(await self._mutate("end_retention", pool_id, owner, name))
+
+    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+        rows: list[Any] = []
+        page = [None] * RETENTION_PAGE
+        while len(page) == RETENTION_PAGE:
+            page = await self._read("retentions", pool_id, len(rows), RETENTION_PAGE)
+            rows.extend(page)
+        return tuple(sorted(map(retention, rows), key=lambda each: (each.owner, each.name)))
+
     # Recovery
 
     async def recover_pool(
@@ -297,14 +327,16 @@ class RedisStore(RedisCalls):
 
     async def _infos(self, pool_id: str, block_ids: Sequence[int]) -> Iterator[BlockInfo]:
         reads = self._link(pool_id).reads
-        refs, hashes, clocks = await asyncio.gather(
+        refs, hashes, clocks, kept = await asyncio.gather(
             reads.send("HMGET", keys.refs(pool_id), *block_ids),
             reads.send("HMGET", keys.hashes(pool_id), *block_ids),
             reads.send("ZMSCORE", keys.cached(pool_id), *block_ids),
+            reads.send("ZMSCORE", keys.kept(pool_id), *block_ids),
         )
+        at = [one if other is None else other for one, other in zip(clocks, kept, strict=True)]
         return (
             BlockInfo(block_id, int(held or 0), carried, None if clock is None else int(clock))
-            for block_id, held, carried, clock in zip(block_ids, refs, hashes, clocks, strict=True)
+            for block_id, held, carried, clock in zip(block_ids, refs, hashes, at, strict=True)
         )
 
     async def stats(self, pool_id: str) -> PoolStats:

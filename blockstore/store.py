@@ -9,7 +9,8 @@ tests).
 A block is in exactly one state, and a pool's counters always add up to its blocks (law 1):
 
     free      never used, or given back without a hash        (no holder, not in the prefix index)
-    cached    no holder, in the prefix index; evictable, least recently used first
+    cached    no holder, in the prefix index; evictable, least recently used first, and retained
+              ones after all others
     held      at least one holder; in the prefix index once its KV is complete
 
 The contract defines which blocks (0 to num_blocks - 1) a request gets: first the block that was
@@ -60,6 +61,8 @@ from blockstore.records import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Retained,
+    Retention,
     Wait,
 )
 
@@ -74,7 +77,7 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY = "quire_v8"
+FUNCTION_LIBRARY = "quire_v9"
 """Name of the function library in the server, with its version; services compare it when they
 connect to each other."""
 
@@ -240,6 +243,32 @@ class BlockStore(Protocol):
         A preempted request that `comes_back` leaves a returning waiter with its order and worker
         (unless the worker is fenced): no later request is admitted until another holder of the same
         order asks for blocks, or the wait is withdrawn."""
+
+    async def retain(
+        self,
+        pool_id: str,
+        owner: str,
+        name: str,
+        ttl_ms: int,
+        hashes: Sequence[PrefixHash],
+        limits: tuple[int, int],
+    ) -> Retained:
+        """Retain a prefix for `ttl_ms` by the server's clock: its cached blocks are evicted after
+        all blocks that are not retained. An allocation that needs them gets them nevertheless. The
+        retention replaces the one that the owner has under this name.
+
+        `hashes` are a chain and need not be indexed: a block that is committed later is retained
+        too. Only the leading hashes are retained for which there is room: `limits` are the most
+        hashes that this owner, and that all owners together, may retain. The owner that is first to
+        retain a hash is charged for it. Retaining a hash, and
+        the end of its last retention, count as a use of its block."""
+
+    async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+        """End a retention; returns whether there was one."""
+
+    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+        """Return the retentions, sorted by owner and name; those whose time has passed may be among
+        them."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """Return how many leading `hashes` are in the index. Changes nothing, not even the order of

@@ -12,14 +12,20 @@
 --                                recovering      1 during a recovery, else absent
 --                                top             in a recovery: account for all blocks below
 --                                next            lowest block never used (the bump counter)
---                                clock           the last score in T:cached
+--                                clock           the last score in T:cached and T:kept
 --                                version         raised by every call that changes the pool
 --                                queries, hits   prefix blocks looked up and found
+--                                retained        the number of hashes in T:retained
 --   T:returned             LIST  free blocks that were used before; the last is taken first
 --   T:cached               ZSET  block -> clock when its last holder left; the lowest is evicted
+--   T:kept                 ZSET  the same for blocks whose hash is retained; evicted after T:cached
 --   T:refs                 HASH  block -> number of its holders; absent if it has none
 --   T:index                HASH  prefix hash -> block
 --   T:hashes               HASH  block -> its prefix hash; the inverse of T:index
+--   T:retained             HASH  prefix hash -> "retentions owner": how many it has, who is charged
+--   T:charged              HASH  owner -> the hashes for which it is charged
+--   T:retentions           ZSET  "owner/name" -> the end of the retention, in ms of TIME
+--   T:retention:<o>/<n>    LIST  its prefix hashes, in the order of their chain
 --   T:workers              HASH  worker -> 0, or 1 if it is fenced
 --   T:leases               HASH  a member on another host -> the end of its lease, in ms of TIME
 --   T:missing              SET   in a recovery: workers that have not reported yet
@@ -91,7 +97,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v8_<name>; a refusal in it becomes an error reply.
+-- Registers `body(tag, args)` as quire_v9_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -99,7 +105,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v8_' .. name,
+    function_name = 'quire_v9_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)
@@ -150,6 +156,7 @@ end
 local function find_pool(tag)
   local fields = {
     'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits', 'recovering', 'top',
+    'retained',
   }
   local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
   if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
@@ -164,6 +171,7 @@ local function find_pool(tag)
     hits = tonumber(header[7]),
     recovering = header[8] ~= false,
     top = tonumber(header[9]),
+    num_retained = tonumber(header[10]),
     has_news = false, -- blocks were freed or waits ended
   }
 end
@@ -178,7 +186,8 @@ end
 local function save(pool)
   redis.call(
     'HSET', pool.tag .. ':pool', 'version', pool.version + 1, 'top', pool.top,
-    'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits
+    'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits,
+    'retained', pool.num_retained
   )
   if pool.has_news then redis.call('SPUBLISH', pool.tag .. ':room', '') end
 end

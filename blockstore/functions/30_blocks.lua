@@ -5,6 +5,7 @@
 --     |                 never used: free
 --     +- in T:refs                          held
 --     +- in T:cached  (and T:hashes)        cached
+--     +- in T:kept    (and T:hashes)        cached, of a retained hash
 --     +- in T:returned                      free
 --
 -- In a recovery, blocks from `next` on are not accounted for: a held one is in T:refs, any other in
@@ -15,13 +16,19 @@ local function num_free(pool)
 end
 
 local function num_cached(pool)
-  return redis.call('ZCARD', pool.tag .. ':cached')
+  local num_kept = pool.num_retained > 0 and redis.call('ZCARD', pool.tag .. ':kept') or 0
+  return redis.call('ZCARD', pool.tag .. ':cached') + num_kept
 end
 
--- Evicts the least recently used blocks from the cache and the index.
+-- Evicts the least recently used blocks from the cache and the index, retained ones last.
 local function evict(pool, count)
-  local popped, blocks = redis.call('ZPOPMIN', pool.tag .. ':cached', count), {}
-  for i = 1, #popped, 2 do blocks[#blocks + 1] = popped[i] end
+  if pool.num_retained > 0 then end_expired(pool) end
+  local blocks = {}
+  for _, order in ipairs({ ':cached', ':kept' }) do
+    local popped = redis.call('ZPOPMIN', pool.tag .. order, count - #blocks)
+    for i = 1, #popped, 2 do blocks[#blocks + 1] = popped[i] end
+    if #blocks == count then break end
+  end
   store('HDEL', pool.tag .. ':index', fetch('HMGET', pool.tag .. ':hashes', blocks))
   store('HDEL', pool.tag .. ':hashes', blocks)
   return blocks
@@ -47,6 +54,7 @@ local function share(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   store('HSET', pool.tag .. ':refs', pairs_of(blocks, function(i) return (refs[i] or 0) + 1 end))
   store('ZREM', pool.tag .. ':cached', blocks)
+  if pool.num_retained > 0 then store('ZREM', pool.tag .. ':kept', blocks) end
 end
 
 -- Records blocks as a holder's next acquisitions; `num_before`: how many acquisitions it had.
@@ -56,11 +64,20 @@ local function enter(pool, id, blocks, num_before)
   store('HSET', pool.tag .. ':held:' .. id, numbered)
 end
 
+-- Of each hash, which may be false: whether it is retained.
+local function are_retained(pool, hashes)
+  if pool.num_retained == 0 then return {} end
+  local names = {}
+  for i, hash in ipairs(hashes) do names[i] = hash or '' end
+  return fetch('HMGET', pool.tag .. ':retained', names)
+end
+
 -- Removes a reference from each block, in this order, and frees the blocks without references.
 local function drop(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   local hashes = fetch('HMGET', pool.tag .. ':hashes', blocks)
-  local shared, unused, cached, returned = {}, {}, {}, {}
+  local retained = are_retained(pool, hashes)
+  local shared, unused, cached, kept, returned = {}, {}, {}, {}, {}
   for i, block in ipairs(blocks) do
     if tonumber(refs[i]) > 1 then
       shared[#shared + 1], shared[#shared + 2] = block, refs[i] - 1
@@ -70,7 +87,8 @@ local function drop(pool, blocks)
         -- not accounted for yet
       elseif hashes[i] then
         pool.clock = pool.clock + 1
-        cached[#cached + 1], cached[#cached + 2] = pool.clock, block
+        local order = retained[i] and kept or cached
+        order[#order + 1], order[#order + 2] = pool.clock, block
       else
         returned[#returned + 1] = block
       end
@@ -79,6 +97,7 @@ local function drop(pool, blocks)
   store('HSET', pool.tag .. ':refs', shared)
   store('HDEL', pool.tag .. ':refs', unused)
   store('ZADD', pool.tag .. ':cached', cached)
+  store('ZADD', pool.tag .. ':kept', kept)
   store('RPUSH', pool.tag .. ':returned', returned)
   pool.has_news = pool.has_news or #unused > 0
 end

@@ -17,15 +17,17 @@
 local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
 local OTHER_KEYS = {
   'returned', 'cached', 'refs', 'index', 'hashes', 'workers', 'waiters', 'waiting', 'demands',
-  'tombs', 'graves', 'missing', 'leases',
+  'tombs', 'graves', 'missing', 'leases', 'kept', 'retained', 'charged', 'retentions',
 }
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
 
 -- Writes the header of a pool; `spec` begins with the values of SPEC.
 local function make_pool(key, epoch, run_id, spec)
-  local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0, 'top', 0 }
-  local header = { 'run_id', run_id, 'epoch', epoch, unpack(counters) }
+  local header = { 'run_id', run_id, 'epoch', epoch }
+  for _, counter in ipairs({ 'next', 'clock', 'version', 'queries', 'hits', 'top', 'retained' }) do
+    header[#header + 1], header[#header + 2] = counter, 0
+  end
   for i, field in ipairs(SPEC) do
     header[#header + 1], header[#header + 2] = field, spec[i]
   end
@@ -62,6 +64,10 @@ define('drop_pool', FREES, {}, function(tag)
     if budget == 0 then return 1 end
     redis.call('UNLINK', tag .. ':waits:' .. worker)
   end
+  local ids = redis.call('ZRANGE', tag .. ':retentions', 0, DROP_PAGE - 1)
+  for _, id in ipairs(ids) do redis.call('UNLINK', tag .. ':retention:' .. id) end
+  store('ZREM', tag .. ':retentions', ids)
+  if #ids == DROP_PAGE then return 1 end
   for _, name in ipairs(OTHER_KEYS) do redis.call('UNLINK', tag .. ':' .. name) end
   return 0
 end)

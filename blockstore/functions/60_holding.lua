@@ -71,7 +71,8 @@ define('retract', WRITES, { NUMBER, HASH }, function(tag, args)
   if redis.call('HGET', tag .. ':index', hash) ~= block then return redis.status_reply('OK') end
   redis.call('HDEL', tag .. ':index', hash)
   redis.call('HDEL', tag .. ':hashes', block)
-  if redis.call('ZREM', tag .. ':cached', block) == 1 then
+  local is_cached = redis.call('ZREM', tag .. ':cached', block) == 1
+  if is_cached or redis.call('ZREM', tag .. ':kept', block) == 1 then
     redis.call('RPUSH', tag .. ':returned', block)
     pool.has_news = true
   end

@@ -10,12 +10,15 @@
 --            blocks    ids first to first + limit - 1, without blocks that were never used and,
 --                      in a recovery, cannot be held
 --                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
---                          [block that is indexed under that hash, or nil ...]]
+--                          [block that is indexed under that hash, or nil ...],
+--                          [clock among the kept, or nil ...]]
 --            returned  -> [block ...]
 --            holders   -> [[holder, epoch, worker, order, blocks held, block ...] ...]
+--            retentions -> [["owner/name", hash, "retentions owner", hash ...] ...]
 --            people    -> [[worker, fenced ...], [waiter, order ...], [waiter, worker ...],
---                          [demanded holder ...]]; takes no range
---            sizes     -> [entries of refs, hashes, index, cached]; takes no range
+--                          [demanded holder ...], [owner, charged hashes ...]]; takes no range
+--            sizes     -> [entries of refs, hashes, index, cached, kept, retained, retained by the
+--                          header]; takes no range
 
 define('match', READS, { rest = { HASH } }, function(tag, args)
   return #cached_prefix(find_pool(tag), args)
@@ -74,6 +77,7 @@ function PARTS.blocks(pool, first, limit)
     carried,
     fetch('ZMSCORE', pool.tag .. ':cached', ids),
     fetch('HMGET', pool.tag .. ':index', hashes),
+    fetch('ZMSCORE', pool.tag .. ':kept', ids),
   }
 end
 
@@ -91,12 +95,27 @@ function PARTS.holders(pool, first, limit)
   return rows
 end
 
+function PARTS.retentions(pool, first, limit)
+  local rows = {}
+  local ids = redis.call('ZRANGE', pool.tag .. ':retentions', first, first + limit - 1)
+  for i, id in ipairs(ids) do
+    local hashes, row = redis.call('LRANGE', pool.tag .. ':retention:' .. id, 0, -1), { id }
+    local values = fetch('HMGET', pool.tag .. ':retained', hashes)
+    for j, hash in ipairs(hashes) do
+      row[2 * j], row[2 * j + 1] = hash, values[j]
+    end
+    rows[i] = row
+  end
+  return rows
+end
+
 function PARTS.people(pool)
   return {
     redis.call('HGETALL', pool.tag .. ':workers'),
     redis.call('ZRANGE', pool.tag .. ':waiters', 0, -1, 'WITHSCORES'),
     redis.call('HGETALL', pool.tag .. ':waiting'),
     redis.call('SMEMBERS', pool.tag .. ':demands'),
+    redis.call('HGETALL', pool.tag .. ':charged'),
   }
 end
 
@@ -106,6 +125,9 @@ function PARTS.sizes(pool)
     redis.call('HLEN', pool.tag .. ':hashes'),
     redis.call('HLEN', pool.tag .. ':index'),
     redis.call('ZCARD', pool.tag .. ':cached'),
+    redis.call('ZCARD', pool.tag .. ':kept'),
+    redis.call('HLEN', pool.tag .. ':retained'),
+    pool.num_retained,
   }
 end
 

@@ -32,6 +32,12 @@ def _distinct(blocks: tuple[tuple[int, bytes], ...]) -> tuple[tuple[int, bytes],
     return blocks
 
 
+def _chained(hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    if len(set(hashes)) != len(hashes):
+        raise ValueError("something is named twice")
+    return hashes
+
+
 def _growing(growth: tuple[str, int, int, int]) -> tuple[str, int, int, int]:
     if growth[2] > growth[3]:
         raise ValueError(f"{growth[0]} has more blocks than it shall have")
@@ -57,10 +63,11 @@ _Spec = Annotated[
 ]
 _RULES: dict[str, TypeAdapter[Any]] = {
     "pool_id": TypeAdapter(Annotated[_Text, AfterValidator(_without_braces)]),
-    **dict.fromkeys(("holder_id", "worker_id"), TypeAdapter(_Text)),
-    **dict.fromkeys(("epoch", "order", "num_blocks", "lease_ms"), TypeAdapter(_Number)),
+    **dict.fromkeys(("holder_id", "worker_id", "owner", "name"), TypeAdapter(_Text)),
+    **dict.fromkeys(("epoch", "order", "num_blocks", "lease_ms", "ttl_ms"), TypeAdapter(_Number)),
     "block_ids": TypeAdapter(tuple[_Number, ...]),
     "hashes": TypeAdapter(tuple[_Hash, ...]),
+    "chain": TypeAdapter(Annotated[tuple[_Hash, ...], AfterValidator(_chained)]),
     "blocks": TypeAdapter(Annotated[tuple[tuple[_Number, _Hash], ...], AfterValidator(_distinct)]),
     "growths": TypeAdapter(tuple[_Growth, ...]),
     "spec": TypeAdapter(_Spec),

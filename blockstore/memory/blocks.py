@@ -13,12 +13,13 @@ class Blocks:
     """Tracks the state of each block, which is in exactly one of these places (law 1):
 
         [0 ............ next_unused)[next_unused ... num_blocks)
-         returned | cached | refs    never used
+         returned | cached | kept | refs    never used
 
     (During a recovery, a block from `next_unused` on is in `refs`, or not yet in any place.)
 
     `returned` is a stack: the block that was given back last is handed out first. `cached` is in
-    order of use, least recently used first. `refs` maps a held block to the number of its holders.
+    order of use, least recently used first; `kept` has the cached blocks with a hash in `retained`,
+    which are evicted after them. `refs` maps a held block to the number of its holders.
     `index` and `hash_of` are inverse to each other and contain cached and held blocks only.
     """
 
@@ -27,6 +28,9 @@ class Blocks:
         self.next_unused = 0
         self.returned: list[int] = []
         self.cached: dict[int, None] = {}
+        self.kept: dict[int, None] = {}
+        self.retained: dict[PrefixHash, tuple[int, str]] = {}
+        """The retentions of each retained hash, and the owner who is charged for it."""
         self.refs: dict[int, int] = {}
         self.index: dict[PrefixHash, int] = {}
         self.hash_of: dict[int, PrefixHash] = {}
@@ -39,7 +43,11 @@ class Blocks:
 
     @property
     def num_available(self) -> int:
-        return self.num_free + len(self.cached)
+        return self.num_free + self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.cached) + len(self.kept)
 
     def hits(self, hashes: Sequence[PrefixHash]) -> list[int]:
         """Return the blocks of the longest run of leading `hashes` that is in the index."""
@@ -64,6 +72,7 @@ class Blocks:
         """Give each block one more holder; cached blocks become held."""
         for block_id in block_ids:
             self.cached.pop(block_id, None)
+            self.kept.pop(block_id, None)
             self.refs[block_id] = self.refs.get(block_id, 0) + 1
 
     def take(self, num_blocks: int) -> list[int]:
@@ -80,7 +89,8 @@ class Blocks:
         if block_id >= self.next_unused:
             return  # not accounted for yet
         if block_id in self.hash_of:
-            self.cached[block_id] = None
+            is_retained = self.hash_of[block_id] in self.retained
+            (self.kept if is_retained else self.cached)[block_id] = None
         else:
             self.returned.append(block_id)
 
@@ -96,10 +106,22 @@ class Blocks:
         if self.index.get(prefix_hash) != block_id:
             return
         del self.index[prefix_hash], self.hash_of[block_id]
-        if block_id in self.cached:
-            del self.cached[block_id]
+        if block_id in self.cached or block_id in self.kept:
+            self.cached.pop(block_id, None)
+            self.kept.pop(block_id, None)
             self.returned.append(block_id)
             self.num_freed += 1
+
+    def move(
+        self, hashes: Sequence[PrefixHash], source: dict[int, None], target: dict[int, None]
+    ) -> None:
+        """Move the blocks of hashes from one order of eviction to the end of the other, tails
+        first."""
+        for prefix_hash in reversed(hashes):
+            block_id = self.index.get(prefix_hash)
+            if block_id in source:
+                del source[block_id]
+                target[block_id] = None
 
     def restore(self, content: Content) -> None:
         """Account for the block `next_unused`, during a recovery."""
@@ -123,7 +145,8 @@ class Blocks:
             block_id = self.next_unused
             self.next_unused += 1
         else:
-            block_id = next(iter(self.cached))
-            del self.cached[block_id], self.index[self.hash_of.pop(block_id)]
+            order = self.cached or self.kept
+            block_id = next(iter(order))
+            del order[block_id], self.index[self.hash_of.pop(block_id)]
         self.refs[block_id] = 1
         return block_id

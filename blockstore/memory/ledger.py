@@ -36,6 +36,7 @@ from blockstore.records import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Retained,
     Wait,
 )
 from blockstore.store import QUARANTINE
@@ -254,6 +255,25 @@ class Ledger(LedgerState):
         if comes_back and not self.workers[holder.worker_id]:
             self.waiters[holder_id] = Waiter(holder.order, holder.worker_id)
 
+    # Retention
+
+    def retain(
+        self,
+        owner: str,
+        name: str,
+        ttl_ms: int,
+        hashes: Sequence[PrefixHash],
+        limits: tuple[int, int],
+    ) -> Retained:
+        check(owner=owner, name=name, ttl_ms=ttl_ms, chain=hashes, block_ids=limits)
+        self.rebuilding.require_over()
+        return self.retentions.retain(self.blocks, (owner, name), ttl_ms, limits, hashes)
+
+    def end_retention(self, owner: str, name: str) -> bool:
+        check(owner=owner, name=name)
+        self.rebuilding.require_over()
+        return self.retentions.end(self.blocks, (owner, name))
+
     # Reading
 
     def match(self, hashes: Sequence[PrefixHash]) -> int:
@@ -268,12 +288,13 @@ class Ledger(LedgerState):
         return PoolStats(
             spec=self.spec,
             num_free=self._num_free,
-            num_cached=len(self.blocks.cached),
+            num_cached=self.blocks.num_cached,
             num_held=len(self.blocks.refs),
             num_holders=len(self.holders),
             num_waiters=len(self.waiters),
             num_prefix_queries=self.num_prefix_queries,
             num_prefix_hits=self.num_prefix_hits,
+            num_retained=len(self.blocks.retained),
             worker_ids=tuple(sorted(self.workers)),
             fenced_worker_ids=tuple(sorted(w for w, fenced in self.workers.items() if fenced)),
             ledger_epoch=self.ledger_epoch,

@@ -7,6 +7,7 @@ from blockstore.memory.arguments import check
 from blockstore.memory.blocks import Blocks
 from blockstore.memory.holders import Holder, Holders, Tombstones
 from blockstore.memory.rebuilding import Rebuilding
+from blockstore.memory.retentions import Retentions
 from blockstore.memory.waiters import Waiter, Waiters
 from blockstore.records import Grown, Growth, PoolSpec
 
@@ -34,6 +35,7 @@ class LedgerState:
         self.clock = clock
         self.holders = Holders()
         self.waiters = Waiters()
+        self.retentions = Retentions(clock)
         self.demands: set[str] = set()  # holders to preempt
         self.released = Tombstones(clock)
         self.reaped = Tombstones(clock)
@@ -65,7 +67,7 @@ class LedgerState:
         self.waiters[holder_id] = waiter
         if not self.waiters.is_first(waiter):
             raise MustWait(f"an earlier request than {waiter.order} waits")
-        num_pinned = sum(block_id in self.blocks.cached for block_id in hits)
+        num_pinned = sum(block_id not in self.blocks.refs for block_id in hits)
         watermark = self.spec.watermark_blocks if self.blocks.refs else 0
         needed = num_blocks - len(hits)
         available = max(0, self.blocks.num_available - num_pinned - watermark)
@@ -76,7 +78,7 @@ class LedgerState:
     def _admit(self, holder: Holder, hits: Sequence[int], num_blocks: int) -> None:
         self.blocks.share(hits)  # first, so that `take` does not evict them
         holder.acquire(hits)
-        holder.acquire(self.blocks.take(num_blocks - len(hits)))
+        holder.acquire(self._take(num_blocks - len(hits)))
         self.holders[holder.holder_id] = holder
 
     def _grow(self, worker_id: str, growth: Growth) -> Grown:
@@ -86,8 +88,13 @@ class LedgerState:
         needed = growth.total - len(holder.acquired)
         if needed > self.blocks.num_available:
             return Grown(growth.holder_id, (), OutOfBlocks.code)
-        holder.acquire(self.blocks.take(needed))
+        holder.acquire(self._take(needed))
         return Grown(growth.holder_id, tuple(holder.acquired[growth.have : growth.total]))
+
+    def _take(self, num_blocks: int) -> list[int]:
+        if num_blocks > self.blocks.num_free:
+            self.retentions.end_expired(self.blocks)
+        return self.blocks.take(num_blocks)
 
     def _demand_one(self) -> None:
         if any(not self.workers[self.holders[h].worker_id] for h in self.demands):

@@ -19,6 +19,7 @@ def audit(ledger: Ledger) -> AuditReport:
         *_check_counts(ledger.blocks, references),
         *(_check_states(ledger.blocks, references) if is_whole else ()),
         *_check_index(ledger.blocks),
+        *_check_retentions(ledger),
         *_check_workers(ledger),
     )
     return AuditReport.of(stats, references.total(), is_whole, violations)
@@ -46,6 +47,7 @@ def _check_states(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
     places = Counter(range(blocks.next_unused, blocks.num_blocks))
     places.update(blocks.returned)
     places.update(blocks.cached.keys())
+    places.update(blocks.kept.keys())
     places.update(references.keys())
     for block_id in range(blocks.num_blocks):
         if places[block_id] != 1:
@@ -58,11 +60,32 @@ def _check_index(blocks: Blocks) -> Iterator[str]:
     for prefix_hash, block_id in blocks.index.items():
         if blocks.hash_of.get(block_id) != prefix_hash:
             yield f"hash {prefix_hash.hex()} leads to block {block_id}, which does not carry it"
-        if block_id not in blocks.refs and block_id not in blocks.cached:
+        if not any(block_id in each for each in (blocks.refs, blocks.cached, blocks.kept)):
             yield f"block {block_id} is indexed, but neither held nor cached"
-    for block_id in blocks.cached:
+    for block_id in (*blocks.cached, *blocks.kept):
         if block_id not in blocks.hash_of:
             yield f"block {block_id} is cached without a hash"
+
+
+def _check_retentions(ledger: Ledger) -> Iterator[str]:
+    """Check that the cached blocks that are evicted last are those with a retained hash; recount
+    the retentions of each hash, and the hashes of each owner."""
+    blocks, retentions = ledger.blocks, ledger.retentions
+    for order, is_kept in ((blocks.cached, False), (blocks.kept, True)):
+        for block_id in order:
+            if (blocks.hash_of.get(block_id) in blocks.retained) != is_kept:
+                place, which = ("last", "no") if is_kept else ("first", "a")
+                yield f"block {block_id} is evicted {place}, but has {which} retained hash"
+    counted = Counter(each for entry in retentions.values() for each in entry.hashes)
+    for prefix_hash in counted.keys() | blocks.retained.keys():
+        recorded, _ = blocks.retained.get(prefix_hash, (0, ""))
+        if counted[prefix_hash] != recorded:
+            yield f"hash {prefix_hash.hex()} has {counted[prefix_hash]} retentions, not {recorded}"
+    charged = Counter(owner for _, owner in blocks.retained.values())
+    for owner in charged.keys() | retentions.charged.keys():
+        if charged[owner] != retentions.charged[owner]:
+            number = retentions.charged[owner]
+            yield f"{owner} retains {charged[owner]} hashes, but is charged for {number}"
 
 
 def _check_workers(ledger: Ledger) -> Iterator[str]:

@@ -15,13 +15,14 @@ from blockstore.memory.blocks import Blocks
 from blockstore.memory.holders import Holder
 from blockstore.memory.ledger import Ledger
 from blockstore.memory.recount import audit, check_conservation
+from blockstore.memory.retentions import Entry
 from blockstore.memory.waiters import Waiter
 from blockstore.records import AuditReport, PoolSpec, PoolStats
 
 ATOMIC_LIMIT = 65_536
 """The most blocks of a pool that is read in one call."""
 
-PAGE_LIMITS = {"blocks": 2048, "returned": 8192, "holders": 4}
+PAGE_LIMITS = {"blocks": 2048, "returned": 8192, "holders": 4, "retentions": 4}
 """The entries of one page, by part; the server needs a few milliseconds for a page."""
 
 WHOLE = ("people", "sizes")
@@ -102,7 +103,8 @@ def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
             holder = Holder(holder_id.decode(), worker_id.decode(), order, 0, epoch=epoch)
             holder.acquire([int(block_id) for block_id in block_ids])
             ledger.holders[holder.holder_id] = holder
-    _add_workers(ledger, *reading.answers["people"][0])
+    _add_workers(ledger, *reading.answers["people"][0][:4])
+    _add_retentions(ledger, reading)
     report = audit(ledger)
     strays = tuple(_unknown_entries(ledger.blocks, reading.answers["sizes"][0]))
     return replace(report, violations=report.violations + strays)
@@ -113,11 +115,13 @@ def _blocks(num_blocks: int, reading: Reading) -> Blocks:
     blocks.next_unused = reading.next_unused
     blocks.returned = [int(block_id) for page in reading.answers["returned"] for block_id in page]
     rows = (row for page in reading.answers["blocks"] for row in zip(*page, strict=True))
-    for block_id, (refs, prefix_hash, clock, indexed) in enumerate(rows):
+    for block_id, (refs, prefix_hash, clock, indexed, kept) in enumerate(rows):
         if refs is not None:
             blocks.refs[block_id] = int(refs)
         if clock is not None:
             blocks.cached[block_id] = None
+        if kept is not None:
+            blocks.kept[block_id] = None
         if prefix_hash is not None:
             blocks.hash_of[block_id] = prefix_hash
         if indexed is not None:
@@ -140,6 +144,19 @@ def _add_workers(
     ledger.demands = {holder_id.decode() for holder_id in demands}
 
 
+def _add_retentions(ledger: Ledger, reading: Reading) -> None:
+    for page in reading.answers["retentions"]:
+        for key, *flat in page:
+            owner, name = key.decode().split("/", 1)
+            values = dict(_items(flat))
+            ledger.retentions[owner, name] = Entry(0.0, tuple(values))
+            for prefix_hash, value in values.items():
+                count, payer = (value or b"0 ").decode().split(" ", 1)
+                ledger.blocks.retained[prefix_hash] = int(count), payer
+    charged = _items(reading.answers["people"][0][4])
+    ledger.retentions.charged.update({owner.decode(): int(number) for owner, number in charged})
+
+
 def _items(flat: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
@@ -152,6 +169,9 @@ def _unknown_entries(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
         "hashes": len(blocks.hash_of),
         "index": len(blocks.index),
         "cached": len(blocks.cached),
+        "kept": len(blocks.kept),
+        "retained": len(blocks.retained),
+        "retained by the header": len(blocks.retained),
     }
     for (name, num_found), size in zip(found.items(), sizes, strict=True):
         if num_found != size:

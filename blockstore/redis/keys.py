@@ -36,6 +36,10 @@ def cached(pool_id: str) -> str:
     return f"{pool_tag(pool_id)}:cached"
 
 
+def kept(pool_id: str) -> str:
+    return f"{pool_tag(pool_id)}:kept"
+
+
 def held(pool_id: str, holder_id: str) -> str:
     return f"{pool_tag(pool_id)}:held:{holder_id}"
 

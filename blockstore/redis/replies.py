@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, PoolStats, Wait
+from blockstore.records import (
+    Asserted,
+    Claim,
+    Content,
+    HolderInfo,
+    PoolSpec,
+    PoolStats,
+    Retention,
+    Wait,
+)
 from blockstore.redis.connection import Argument
 
 REASSERT_PAGE = 4096
@@ -52,6 +61,12 @@ def holder_info(reply: list[Any]) -> HolderInfo:
     return HolderInfo(holder_id.decode(), epoch, worker_id.decode(), order, num_blocks)
 
 
+def retention(row: list[Any]) -> Retention:
+    key, left_ms, num_blocks, num_cached = row
+    owner, name = key.decode().split("/", 1)
+    return Retention(owner, name, num_blocks, num_cached, left_ms)
+
+
 def claim(reply: list[Any]) -> Claim:
     """Decode the reply to `claim`; see functions/60_holding.lua."""
     epoch, _, _, num_acquired, *blocks = map(int, reply)
@@ -84,6 +99,7 @@ def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
         num_waiters=num_waiters,
         num_prefix_queries=int(fields["queries"]),
         num_prefix_hits=int(fields["hits"]),
+        num_retained=int(fields["retained"]),
         worker_ids=tuple(sorted(fenced)),
         fenced_worker_ids=tuple(sorted(name for name in fenced if fenced[name] == "1")),
         ledger_epoch=int(fields["epoch"]),

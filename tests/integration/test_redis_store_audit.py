@@ -31,12 +31,13 @@ async def store(valkey: Valkey) -> AsyncIterator[RedisStore]:
 @pytest.fixture
 async def audited(store: RedisStore) -> RedisStore:
     """Holder a has 0, 1 (committed) and 2; 3 is cached; 4 was returned; 5 and later ones were never
-    used."""
+    used. The hashes of 0 and 1 are retained."""
     await store.allocate("pool", "a", "w", 1, [], 3)
     await store.allocate("pool", "b", "w", 2, [], 2)
     await store.commit("pool", "a", 1, list(zip((0, 1), hashes(2), strict=True)))
     await store.commit("pool", "b", 1, [(3, hashes(3)[2])])
     await store.release("pool", "b", 1)
+    await store.retain("pool", "acme", "p", 60_000, hashes(2), (11, 11))
     return store
 
 
@@ -59,6 +60,12 @@ async def audited(store: RedisStore) -> RedisStore:
         (("HSET", "{pool}:waiting", "z", "w"), None),
         (("ZADD", "{pool}:waiters", "1", "z"), "waiter z has worker , which is gone or fenced"),
         (("SADD", "{pool}:demands", "z"), "holder z is demanded, but holds nothing"),
+        (("HDEL", "{pool}:retained", hashes(1)[0]), "has 1 retentions, not 0"),
+        (("HSET", "{pool}:retained", hashes(3)[2], "1 acme"), "retained has 3 entries, 2 of them"),
+        (("HSET", "{pool}:charged", "acme", "5"), "acme retains 2 hashes, but is charged for 5"),
+        (("HSET", "{pool}:pool", "retained", "7"), "retained by the header has 7 entries, 2 of"),
+        (("ZADD", "{pool}:kept", "1", "3"), "block 3 is in 2 places, not in 1"),
+        (("DEL", "{pool}:retention:acme/p"), "retained has 2 entries, 0 of them"),
     ],
 )
 async def test_the_audit_finds_every_damage(
@@ -70,7 +77,9 @@ async def test_the_audit_finds_every_damage(
     violation: str | None,
 ) -> None:
     """In one call, and in pages of a few entries."""
-    monkeypatch.setattr(audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1})
+    monkeypatch.setattr(
+        audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1, "retentions": 1}
+    )
     valkey.command(*damage)
 
     async def read(*parts: str | int) -> list[object]:

@@ -105,12 +105,14 @@ class Unanswered(NamedTuple):
 
 class Faults(NamedTuple):
     """How often each fault may happen: a worker dies, a reply is lost, a worker is fenced, a
-    running request is handed over, a gateway is lost."""
+    running request is handed over, a gateway is lost, the prefix is retained or its retention ends.
+    """
 
     crashes: int = 0
     losses: int = 0
     fences: int = 0
     moves: int = 0
+    retentions: int = 0
 
 
 class State(NamedTuple):

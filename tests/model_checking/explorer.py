@@ -26,7 +26,7 @@ from tests.model_checking.pull_scenario import PullFaults, PullScenario
 from tests.model_checking.recovery_scenario import MakeRecovering, RecoveryScenario
 from tests.model_checking.scenario import Label, MakeLedger, Scenario, spelled
 
-EXPLORED = (Faults(crashes=1), Faults(losses=1), Faults(fences=1))
+EXPLORED = (Faults(crashes=1), Faults(losses=1), Faults(fences=1), Faults(retentions=2))
 """Each takes less than 20 seconds on one core. (A fenced worker may exit and be reaped in any
 case.)"""
 

@@ -7,6 +7,7 @@ from blockstore.memory.blocks import Blocks
 from blockstore.memory.holders import Holder, Holders, Tombstones
 from blockstore.memory.ledger import Ledger
 from blockstore.memory.rebuilding import Rebuilding
+from blockstore.memory.retentions import Retentions
 from blockstore.memory.waiters import Waiters
 
 
@@ -18,6 +19,7 @@ def copy_ledger(ledger: Ledger) -> Ledger:
     twin.leases = ledger.leases.copy()
     twin.holders = Holders((key, _copy_holder(holder)) for key, holder in ledger.holders.items())
     twin.waiters = Waiters(ledger.waiters)
+    twin.retentions = _copy_retentions(ledger.retentions)
     twin.demands = ledger.demands.copy()
     twin.released = _copy_tombstones(ledger.released)
     twin.reaped = _copy_tombstones(ledger.reaped)
@@ -30,7 +32,8 @@ def snapshot(ledger: Ledger) -> Hashable:
     (while no tombstone expires)."""
     blocks, rebuilding = ledger.blocks, ledger.rebuilding
     return (
-        (blocks.next_unused, tuple(blocks.returned), tuple(blocks.cached)),
+        (blocks.next_unused, tuple(blocks.returned), tuple(blocks.cached), tuple(blocks.kept)),
+        (frozenset(ledger.retentions.items()), frozenset(blocks.retained.items())),
         (frozenset(blocks.refs.items()), frozenset(blocks.index.items())),
         frozenset(map(_holder_snapshot, ledger.holders.values())),
         frozenset(ledger.workers.items()),
@@ -45,7 +48,7 @@ def snapshot(ledger: Ledger) -> Hashable:
 
 def _copy_blocks(blocks: Blocks) -> Blocks:
     twin = copy.copy(blocks)
-    for name in ("returned", "cached", "refs", "index", "hash_of", "ranks"):
+    for name in ("returned", "cached", "kept", "retained", "refs", "index", "hash_of", "ranks"):
         setattr(twin, name, getattr(blocks, name).copy())
     return twin
 
@@ -53,6 +56,13 @@ def _copy_blocks(blocks: Blocks) -> Blocks:
 def _copy_holder(holder: Holder) -> Holder:
     own = (holder.holder_id, holder.worker_id, holder.order, holder.num_cached_blocks)
     return Holder(*own, holder.acquired.copy(), holder.held.copy(), holder.epoch, holder.runs)
+
+
+def _copy_retentions(retentions: Retentions) -> Retentions:
+    twin = Retentions(retentions.clock)
+    twin.update(retentions)
+    twin.charged = retentions.charged.copy()
+    return twin
 
 
 def _copy_tombstones(tombstones: Tombstones) -> Tombstones:

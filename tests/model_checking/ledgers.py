@@ -91,7 +91,7 @@ class Ledgers:
 
 def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
     """The same ledger with renamed blocks: held ones first, in the order of acquisition, then
-    cached ones, least recently used first, then free ones, in the order of allocation.
+    cached ones, in the order of eviction, then free ones, in the order of allocation.
 
     Free blocks are then like blocks never used, as in a pool in which no block was ever freed.
     """
@@ -101,12 +101,14 @@ def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
         *(block for key in sorted(twin.holders) for block in twin.holders[key].acquired),
         *blocks.refs,
         *blocks.cached,
+        *blocks.kept,
     ]
     free = [*reversed(blocks.returned), *range(blocks.next_unused, blocks.num_blocks)]
     names = {block: name for name, block in enumerate(dict.fromkeys([*used, *free]))}
 
     blocks.returned, blocks.next_unused = [], blocks.num_blocks - len(free)
     blocks.cached = {names[block]: None for block in blocks.cached}
+    blocks.kept = {names[block]: None for block in blocks.kept}
     blocks.refs = {names[block]: count for block, count in blocks.refs.items()}
     blocks.index = {prefix_hash: names[block] for prefix_hash, block in blocks.index.items()}
     blocks.hash_of = {names[block]: prefix_hash for block, prefix_hash in blocks.hash_of.items()}

@@ -25,6 +25,7 @@ from blockstore.memory.ledger import Ledger
 from blockstore.records import Allocation, Extension, PoolSpec
 from tests.model_checking.actors import (
     NUM_FINAL_BLOCKS,
+    PREFIX,
     Faults,
     Phase,
     Request,
@@ -264,9 +265,25 @@ class Scenario:
                 faults_left = left._replace(fences=left.fences - 1)
                 fenced = state._replace(ledger=number, faults_left=faults_left)
                 yield Step(f"{worker} is fenced", fenced, fault=True)
+        if left.retentions:
+            yield from self._retain(state)
         if state.late:
             number, label = self._deliver(state.ledger, state.late)
             yield Step(label, state._replace(ledger=number, late=None), fault=True)
+
+    def _retain(self, state: State) -> Iterator[Step]:
+        """A client retains the prefix, for an hour or for no time at all, or ends the retention."""
+        left = state.faults_left
+        faults_left = left._replace(retentions=left.retentions - 1)
+        prefix = "owner", "name"
+        operations: tuple[Operation, ...] = (
+            ("retain", (*prefix, 3_600_000, (PREFIX,), (1, 1))),
+            ("retain", (*prefix, 0, (PREFIX,), (1, 1))),
+            ("end_retention", prefix),
+        )
+        for operation in operations:
+            number, _ = self.ledgers.after(state.ledger, operation)
+            yield Step(operation, state._replace(ledger=number, faults_left=faults_left), True)
 
     def _victims(self, state: State) -> list[str]:
         """Every busy worker (an idle one has nothing to lose). While both workers are alike, v1

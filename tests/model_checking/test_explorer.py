@@ -5,7 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from blockstore.errors import OutOfBlocks
+from blockstore.memory.holders import Holder
 from blockstore.memory.ledger import Ledger
+from blockstore.memory.waiters import Waiter
 from blockstore.records import Allocation, Asserted, Claim, Content, PrefixHash, Wait
 from tests.model_checking.actors import Faults
 from tests.model_checking.explorer import (
@@ -22,6 +25,7 @@ NONE = Faults()
 CRASH = Faults(crashes=1)
 LOSS = Faults(losses=1)
 FENCE = Faults(fences=1)
+RETAINED = Faults(retentions=2)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,26 @@ class DemandsNothing(Ledger):
         pass
 
 
+class RetentionsPin(Ledger):
+    """Requests wait for the end of a retention."""
+
+    def _check_admission(
+        self, holder_id: str, waiter: Waiter, hits: Sequence[int], num_blocks: int
+    ) -> None:
+        if self.blocks.kept:
+            raise OutOfBlocks(num_blocks, 0)
+        super()._check_admission(holder_id, waiter, hits, num_blocks)
+
+
+class RetainsOnlyOnce(Ledger):
+    """A block that was held and becomes free is no longer retained."""
+
+    def _drop(self, holder: Holder, block_ids: set[int]) -> None:
+        super()._drop(holder, block_ids)
+        self.blocks.cached |= self.blocks.kept
+        self.blocks.kept.clear()
+
+
 @pytest.mark.parametrize(
     ("broken", "faults", "violation"),
     [
@@ -154,6 +178,8 @@ class DemandsNothing(Ledger):
         (FenceReleasesBlocks, FENCE, "which was released"),
         (AcceptsCallsOfReapedWorkers, CRASH, "which is not there"),
         (DemandsNothing, NONE, "not all requests can come to an end"),
+        (RetentionsPin, RETAINED, "not all requests can come to an end"),
+        (RetainsOnlyOnce, RETAINED, "is evicted first, but has a retained hash"),
     ],
 )
 def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation: str) -> None:

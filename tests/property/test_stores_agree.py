@@ -3,6 +3,7 @@ finds differences."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -12,17 +13,18 @@ from blockstore.memory.blocks import Blocks
 from blockstore.memory.holders import Holder
 from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
-from blockstore.records import PoolSpec
+from blockstore.records import PoolSpec, Retained
 from blockstore.redis_store import RedisStore
 from blockstore.store import BlockStore
 from tests.clock import Clock
 from tests.conftest import Valkey
 from tests.examples import examples
-from tests.property.machine import StoresAgree
+from tests.property.machine import RetainingStoresAgree, StoresAgree
 
 
 class ServerClock(Clock):
-    """Nobody sets the server's clock: as its time passes, leases come nearer to their ends."""
+    """Nobody sets the server's clock: as its time passes, leases and retentions come
+    nearer to their ends."""
 
     def __init__(self, valkey: Valkey) -> None:
         super().__init__()
@@ -34,6 +36,8 @@ class ServerClock(Clock):
         for worker_id, ends_ms in leases.items():
             ends_ms = int(ends_ms) - round(1000 * seconds)
             self._valkey.command("HSET", "{pool}:leases", worker_id, ends_ms)
+        for name in self._valkey.command("ZRANGE", "{pool}:retentions", 0, -1):
+            self._valkey.command("ZINCRBY", "{pool}:retentions", round(-1000 * seconds), name)
 
 
 def drive(
@@ -42,15 +46,16 @@ def drive(
     max_examples: int,
     *,
     clock: Clock,
-    seeded: bool = False,
+    seeded: int | None = None,
+    of: type[StoresAgree] = RetainingStoresAgree,
 ) -> None:
     """Run the machine. AssertionError: two stores differ or a law is broken, with the shortest such
     run. `seeded`: the runs are always the same, and the first one that fails is not shortened.
-    `clock`: of all stores."""
+    `clock`: of all stores. `of`: the machine."""
     known = {"others": tuple(others), "runner": runner, "clock": clock}
-    machine = type("Machine", (StoresAgree,), known)
-    if seeded:
-        machine = seed(1)(machine)
+    machine = type("Machine", (of,), known)
+    if seeded is not None:
+        machine = seed(seeded)(machine)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -58,7 +63,7 @@ def drive(
             stateful_step_count=40,
             deadline=None,
             database=None,
-            phases=[Phase.generate] if seeded else [Phase.generate, Phase.shrink],
+            phases=[Phase.generate] if seeded is not None else [Phase.generate, Phase.shrink],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
@@ -131,6 +136,18 @@ class ReapsDuringTheLease(Ledger):
         return super().reap(worker_id)
 
 
+class EvictsRetainedFirst(Ledger):
+    def _take(self, num_blocks: int) -> list[int]:
+        self.blocks.cached, self.blocks.kept = self.blocks.kept | self.blocks.cached, {}
+        return super()._take(num_blocks)
+
+
+class IgnoresBudgets(Ledger):
+    def retain(self, *what: Any) -> Retained:
+        owner, name, ttl_ms, hashes, _ = what
+        return super().retain(owner, name, ttl_ms, hashes, (9, 9))
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -148,4 +165,12 @@ def test_a_difference_is_found(broken: type[Ledger], runner: asyncio.Runner) -> 
     clock = Clock()
     store = MemoryStore(clock, broken)
     with pytest.raises(AssertionError):
-        drive([store], runner, max_examples=500, clock=clock, seeded=True)
+        drive([store], runner, max_examples=500, clock=clock, seeded=1, of=StoresAgree)
+
+
+@pytest.mark.parametrize("broken", [EvictsRetainedFirst, IgnoresBudgets])
+def test_a_difference_in_retention_is_found(broken: type[Ledger], runner: asyncio.Runner) -> None:
+    clock = Clock()
+    store = MemoryStore(clock, broken)
+    with pytest.raises(AssertionError):
+        drive([store], runner, max_examples=500, clock=clock, seeded=4)
