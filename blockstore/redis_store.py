@@ -34,7 +34,7 @@ from blockstore.records import (
     Wait,
 )
 from blockstore.redis import keys
-from blockstore.redis.audit import audit_pool
+from blockstore.redis.audit import audit_pool, counters_only
 from blockstore.redis.calls import MAX_ANSWER_S, RedisCalls
 from blockstore.redis.connection import Argument
 from blockstore.redis.held_blocks_mirror import HeldBlocksMirror
@@ -48,7 +48,7 @@ from blockstore.redis.replies import (
     pool_stats,
     retention,
 )
-from blockstore.store import MarkOwned, Recovery
+from blockstore.store import FUNCTION_LIBRARY, MarkOwned, Recovery
 
 HOLDER_PAGE = 1000
 RETENTION_PAGE = 16
@@ -68,6 +68,7 @@ class RedisStore(RedisCalls):
     # Pools
 
     async def register_pool(self, spec: PoolSpec) -> None:
+        self._link(spec.pool_id).library = FUNCTION_LIBRARY
         run_id = await self._mutate(
             *("register_pool", spec.pool_id, spec.model, spec.fingerprint, spec.num_blocks),
             *(spec.block_size, spec.block_bytes, spec.watermark_blocks),
@@ -351,7 +352,10 @@ class RedisStore(RedisCalls):
         async def read(*parts: str | int) -> list[Any]:
             return list(await self._read("ledger", pool_id, *parts))
 
-        return await audit_pool(await self.stats(pool_id), read)
+        stats = await self.stats(pool_id)
+        if await self._library(pool_id) != FUNCTION_LIBRARY:
+            return counters_only(stats)
+        return await audit_pool(stats, read)
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
         link = self._link(pool_id)

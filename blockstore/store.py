@@ -77,9 +77,10 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY = "quire_v9"
-"""Name of the function library in the server, with its version; services compare it when they
-connect to each other."""
+FUNCTION_LIBRARY, PREVIOUS_LIBRARY = "quire_v9", "quire_v8"
+"""Names of the function library in the server, with its version, and of the version before. The
+header of a pool names its own: during an upgrade, the pools of older workers stay with the
+functions that those workers call."""
 
 
 MarkOwned = Callable[[str, Sequence[int]], None]

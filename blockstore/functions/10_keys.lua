@@ -16,6 +16,7 @@
 --                                version         raised by every call that changes the pool
 --                                queries, hits   prefix blocks looked up and found
 --                                retained        the number of hashes in T:retained
+--                                library         the library of functions that may call on it
 --   T:returned             LIST  free blocks that were used before; the last is taken first
 --   T:cached               ZSET  block -> clock when its last holder left; the lowest is evicted
 --   T:kept                 ZSET  the same for blocks whose hash is retained; evicted after T:cached
@@ -97,6 +98,8 @@ local function require_distinct(values)
   end
 end
 
+local LIBRARY = 'quire_v9'
+
 -- Registers `body(tag, args)` as quire_v9_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
@@ -105,7 +108,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v9_' .. name,
+    function_name = LIBRARY .. '_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)

@@ -24,7 +24,7 @@ local REAP_PAGE = 1024 -- references: a few milliseconds
 
 -- Writes the header of a pool; `spec` begins with the values of SPEC.
 local function make_pool(key, epoch, run_id, spec)
-  local header = { 'run_id', run_id, 'epoch', epoch }
+  local header = { 'run_id', run_id, 'epoch', epoch, 'library', LIBRARY }
   for _, counter in ipairs({ 'next', 'clock', 'version', 'queries', 'hits', 'top', 'retained' }) do
     header[#header + 1], header[#header + 2] = counter, 0
   end

@@ -71,7 +71,7 @@ async def audit_pool(
         except Changed:
             continue
         return await asyncio.to_thread(_recount, stats.spec, reading)
-    return _counters_only(stats)
+    return counters_only(stats)
 
 
 async def _read_at_once(read: ReadParts) -> Reading:
@@ -178,6 +178,6 @@ def _unknown_entries(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
             yield f"{name} has {size} entries, {num_found} of them of blocks in use"
 
 
-def _counters_only(stats: PoolStats) -> AuditReport:
+def counters_only(stats: PoolStats) -> AuditReport:
     violations = () if stats.recovering else tuple(check_conservation(stats))
     return AuditReport.of(stats, 0, False, violations)

@@ -23,7 +23,7 @@ from blockstore.redis.held_blocks_mirror import HeldBlocksMirror
 from blockstore.redis.library import load_functions
 from blockstore.redis.server import Renew, Server
 from blockstore.redis.stream import CommandStream, Record
-from blockstore.store import FUNCTION_LIBRARY
+from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 
 MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
@@ -46,6 +46,8 @@ class Link:
         self.reads = CommandStream(self.server, retry_for_s)
         self.free_block_notifier = FreeBlockNotifier(self.server)
         self.mirrors: list[HeldBlocksMirror] | None = None
+        self.library = ""
+        """The pool's function library; empty until it is known."""
         self.listing: asyncio.Future[Any] | None = None  # the last call that listed the pool
         self.listed_at = -math.inf
 
@@ -123,6 +125,18 @@ class RedisCalls(ABC):
 
     # Calling
 
+    async def _library(self, pool_id: str) -> str:
+        """Return the name of the pool's function library, which the first call on a pool asks for;
+        this version's if there is no such pool yet."""
+        link = self._link(pool_id)
+        if not link.library:
+            header = keys.pool_header(pool_id), "run_id", "library"
+            run_id, library = await link.reads.send("HMGET", *header)
+            if run_id is None:
+                return FUNCTION_LIBRARY
+            link.library = PREVIOUS_LIBRARY if library is None else library.decode()
+        return link.library
+
     async def _mutate(
         self,
         function: str,
@@ -141,13 +155,14 @@ class RedisCalls(ABC):
                 assert record is not None
                 record(mirror, reply)
 
-        command = _fcall("FCALL", function, pool_id, args)
+        command = _fcall("FCALL", await self._library(pool_id), function, pool_id, args)
         return await self._submit(
             link, link.mutations, pool_id, command, about, record and record_all
         )
 
     async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
-        link, command = self._link(pool_id), _fcall("FCALL_RO", function, pool_id, args)
+        link, library = self._link(pool_id), await self._library(pool_id)
+        command = _fcall("FCALL_RO", library, function, pool_id, args)
         return await self._submit(link, link.reads, pool_id, command, frozenset())
 
     async def _submit(
@@ -211,5 +226,7 @@ def _detect_loss(link: Link, pool_id: str) -> Iterator[None]:
         raise
 
 
-def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:
-    return command, f"{FUNCTION_LIBRARY}_{function}", 1, keys.pool_tag(pool_id), *args
+def _fcall(
+    command: str, library: str, function: str, pool_id: str, args: Sequence[Argument]
+) -> Command:
+    return command, f"{library}_{function}", 1, keys.pool_tag(pool_id), *args

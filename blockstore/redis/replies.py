@@ -99,7 +99,7 @@ def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
         num_waiters=num_waiters,
         num_prefix_queries=int(fields["queries"]),
         num_prefix_hits=int(fields["hits"]),
-        num_retained=int(fields["retained"]),
+        num_retained=int(fields.get("retained", 0)),
         worker_ids=tuple(sorted(fenced)),
         fenced_worker_ids=tuple(sorted(name for name in fenced if fenced[name] == "1")),
         ledger_epoch=int(fields["epoch"]),

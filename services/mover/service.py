@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import mover_pb2 as pb
 from quire.v1 import mover_pb2_grpc
 from services.mover.mover import Mover
 from services.pool.header import PoolHeader
 from services.protocol.codec import state_to_wire, ticket_from_wire
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES
 from services.runtime.errors import InvalidRequest, VersionMismatch
 
 _COPYING_S = 5.0
@@ -30,10 +29,10 @@ class MoverService(mover_pb2_grpc.MoverServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         theirs = request.protocol_version, request.function_library
-        if theirs != (PROTOCOL_VERSION, FUNCTION_LIBRARY):
+        if theirs not in LIBRARIES.items():
             raise VersionMismatch(
                 f"the other mover speaks protocol {theirs[0]} with function library {theirs[1]!r}, "
-                f"this one {PROTOCOL_VERSION} with {FUNCTION_LIBRARY!r}"
+                f"this one {LIBRARIES}"
             )
         return self._description
 

@@ -10,7 +10,7 @@ from blockstore.errors import BlockStoreError
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
-from blockstore.store import FUNCTION_LIBRARY, BlockStore
+from blockstore.store import BlockStore
 from quire.sizes import parse_size
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from quire.worker_names import new_worker_id
@@ -26,7 +26,7 @@ from services.mover.transport import (
 from services.pool.header import PoolHeader
 from services.pool.names import REMOTE_ROLE
 from services.pool.stamps import Stamps
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES, spoken_with
 from services.runtime import redis
 from services.runtime.logging import get_logger
 from services.runtime.rpc.proof import Proof
@@ -173,9 +173,8 @@ async def open_source(
 async def _describe(member: Member, settings: MoverSettings) -> mover_pb2.DescribeResponse:
     method = "/quire.v1.Mover/Describe"
     proof = Proof(deployment_secret(settings).rpc_key, method, member.member_id)
-    request = mover_pb2.DescribeRequest(
-        protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
-    )
+    spoken = spoken_with(member.protocol_version)
+    request = mover_pb2.DescribeRequest(protocol_version=spoken, function_library=LIBRARIES[spoken])
     async with open_channel(member.address, service_tls(settings)) as channel:
         with translate_errors():
             call = mover_pb2_grpc.MoverStub(channel).Describe(

@@ -2,13 +2,14 @@
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from blockstore.records import PoolSpec
+from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 from services.pool.layout import PoolLayout
 
 ArenaKind = Literal["file", "cuda"]
@@ -37,6 +38,8 @@ class PoolHeader:
     kind: ArenaKind = "file"
     gpu_uuids: tuple[str, ...] = ()
     """The GPU that has the arena of each rank; empty for files."""
+    library: str = FUNCTION_LIBRARY
+    """The function library of the pool's ledger: workers of another version do not join."""
     memory_bytes: int = 0
     """The size of an arena's allocation, which may be more than its blocks take."""
 
@@ -76,7 +79,8 @@ class PoolHeader:
     def parse(cls, text: bytes, name: str = "header") -> "PoolHeader":
         """Raises BadHeader if it is invalid. `name` names the header in the error."""
         try:
-            return _ADAPTER.validate_json(text, strict=True)
+            header = _ADAPTER.validate_json(text, strict=True)
+            return header if b'"library"' in text else replace(header, library=PREVIOUS_LIBRARY)
         except ValidationError as error:
             raise BadHeader(f"{name}: {error}") from error
 

@@ -10,12 +10,11 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from blockstore.registry import Role
-from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.protocol.command_codec import command_to_wire
 from services.protocol.event_codec import events_from_wire
 from services.protocol.messages import Command, Event
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES, spoken_with
 from services.runtime.rpc.message_batching import unpack_batch
 
 Stream = aio.StreamStreamCall[Any, Any]
@@ -47,10 +46,11 @@ class StreamType:
         stream: Stream = self.stub(channel).Connect(requests, metadata=metadata)
         return stream
 
-    def hello(self, peer_id: str) -> Any:
-        """The first message of a gateway or a block manager."""
+    def hello(self, peer_id: str, version: int) -> Any:
+        """The first message of a gateway or a block manager to a worker that has this version."""
+        spoken = spoken_with(version)
         hello = worker_pb2.Hello(
-            peer_id=peer_id, protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
+            peer_id=peer_id, protocol_version=spoken, function_library=LIBRARIES[spoken]
         )
         return self.request(hello=hello)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from blockstore.errors import BlockStoreError, PoolGone
 from blockstore.records import PoolSpec
-from blockstore.store import BlockStore
+from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from services.engine.pool import KVPool
 from services.pool.allotment import WATERMARK
 from services.pool.arena import complete_file, make_file
@@ -238,6 +238,8 @@ class _WantedPool:
             except BadHeader:
                 continue  # a live pool of another version of Quire
             found = header.layout.model, header.layout.fingerprint, header.colder_of
+            if header.library != FUNCTION_LIBRARY:
+                continue  # its workers are of the version before, and leave during an upgrade
             if found == wanted and not directory.gone.exists():
                 self._check(header)
                 return directory

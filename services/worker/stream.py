@@ -5,13 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.protocol.codec import load_to_wire
 from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES
 from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.logging import get_logger
 from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
@@ -89,13 +88,14 @@ class WorkerStream:
         self, request_iterator: AsyncIterator[Any], context: Any
     ) -> AsyncIterator[Any]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
-        session = StreamSession(await self._read_hello(request_iterator))
+        hello = await self._read_hello(request_iterator)
+        session = StreamSession(hello.peer_id)
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, request_iterator))
         reporting = asyncio.create_task(self._report_load(session))
         try:
-            yield self._response(welcome=self._welcome())
+            yield self._response(welcome=self._welcome(hello))
             async for batch in session.messages():
                 yield pack_batch([self._response(**fields) for fields in batch])
             if reading.done():
@@ -107,23 +107,24 @@ class WorkerStream:
             self._worker.role.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
-    async def _read_hello(self, requests: AsyncIterator[Any]) -> str:
-        """Read the hello; return the gateway's id. Raises VersionMismatch, and InvalidRequest if
-        the first message is not a hello."""
+    async def _read_hello(self, requests: AsyncIterator[Any]) -> worker_pb2.Hello:
+        """Read the hello of a gateway or a block manager. Raises VersionMismatch, and
+        InvalidRequest if the first message is not a hello."""
         request = await anext(requests, None)
         if request is None or request.WhichOneof("command") != "hello":
             raise InvalidRequest("a worker stream begins with hello")
-        theirs = request.hello.protocol_version, request.hello.function_library
-        ours = PROTOCOL_VERSION, FUNCTION_LIBRARY
-        if theirs != ours:
-            raise VersionMismatch(f"{request.hello.peer_id} speaks {theirs}, this worker {ours}")
-        return str(request.hello.peer_id)
+        hello: worker_pb2.Hello = request.hello
+        theirs = hello.protocol_version, hello.function_library
+        if theirs not in LIBRARIES.items():
+            raise VersionMismatch(f"{hello.peer_id} speaks {theirs}, this worker {LIBRARIES}")
+        return hello
 
-    def _welcome(self) -> worker_pb2.Welcome:
+    def _welcome(self, hello: worker_pb2.Hello) -> worker_pb2.Welcome:
+        """The answer, in the version of the hello, which may be the one before this."""
         return worker_pb2.Welcome(
             worker_id=self._worker.worker_id,
-            protocol_version=PROTOCOL_VERSION,
-            function_library=FUNCTION_LIBRARY,
+            protocol_version=hello.protocol_version,
+            function_library=hello.function_library,
             pool_id=self._worker.pool_id,
             load=self._load(),
         )

@@ -15,6 +15,7 @@ from blockstore.registry import Load
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.protocol.messages import Began, Command, Submit
 from services.protocol.ticket import SamplingParams, Ticket
+from services.protocol.version import PROTOCOL_VERSION
 from services.protocol.worker_stream import PREFILL
 from services.runtime.rpc.message_batching import unpack_batch
 from services.runtime.rpc.transport import RpcServer, open_channel
@@ -54,7 +55,7 @@ async def serve() -> None:
 
 
 async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
-    yield PREFILL.hello("gateway")
+    yield PREFILL.hello("gateway", PROTOCOL_VERSION)
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, seed=0, max_tokens=1)
     yield PREFILL.command(
         Submit(

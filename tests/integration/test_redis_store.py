@@ -66,6 +66,7 @@ async def test_a_call_is_executed_though_its_caller_was_cancelled(store: RedisSt
 
 async def test_closing_finishes_what_was_submitted(store: RedisStore, valkey: Valkey) -> None:
     other = await RedisStore.connect(valkey.url)
+    await other.stats("pool")
     allocating = asyncio.create_task(other.allocate("pool", "a", "w", 1, [], 2))
     await asyncio.sleep(0)
     await other.close()

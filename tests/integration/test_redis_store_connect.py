@@ -13,7 +13,7 @@ from blockstore.redis.connection import ask, require_suitable, translate
 from blockstore.redis.library import library_text
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from blockstore.store import FUNCTION_LIBRARY
+from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 from tests.conftest import Valkey
 from tests.secret import SECRET
 
@@ -47,6 +47,22 @@ async def test_a_foreign_library_under_our_name_is_refused_and_kept(own_valkey: 
         await RedisStore.connect(own_valkey.url)
     listing = own_valkey.command("FUNCTION", "LIST", "LIBRARYNAME", FUNCTION_LIBRARY, "WITHCODE")
     assert "-- another version" in str(listing)
+
+
+async def test_a_pool_of_the_version_before_keeps_its_functions(own_valkey: Valkey) -> None:
+    """Its workers call them until they have left."""
+    theirs = library_text().replace(FUNCTION_LIBRARY, PREVIOUS_LIBRARY)
+    own_valkey.command("FUNCTION", "LOAD", theirs.replace("'library', LIBRARY", "'by', 'them'"))
+    spec = ("old", "toy", "f" * 32, "8", "16", "1024", "0")
+    function, pool, *fields = f"{PREVIOUS_LIBRARY}_register_pool", *spec
+    store = await RedisStore.connect(own_valkey.url, retry_for_s=0.5)
+    own_valkey.command("FCALL", function, 1, f"{{{pool}}}", *fields, store.run_id)
+    assert (await store.stats("old")).num_free == 8
+    assert not (await store.audit("old")).ledger_checked  # this version's audit reads other keys
+    own_valkey.command("FUNCTION", "DELETE", PREVIOUS_LIBRARY)
+    with pytest.raises(StoreUnavailable):
+        await store.stats("old")
+    await store.close()
 
 
 async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(

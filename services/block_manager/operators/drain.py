@@ -99,7 +99,7 @@ async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_ke
     stream = kind.connect(channel, None, proof.metadata)
     try:
         with suppress(asyncio.InvalidStateError):  # the worker refused already: `read` says why
-            await stream.write(kind.hello(peer_id))
+            await stream.write(kind.hello(peer_id, worker.protocol_version))
         while True:
             for message in unpack_batch(await read(stream)):
                 match message.WhichOneof("event"):

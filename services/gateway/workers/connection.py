@@ -13,7 +13,6 @@ from typing import Any, NoReturn, Protocol
 from grpc import StatusCode, aio
 
 from blockstore.registry import Member
-from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
@@ -25,7 +24,7 @@ from services.protocol.messages import (
     RequestEvent,
     Reserved,
 )
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES, spoken_with
 from services.protocol.worker_stream import Stream, StreamEnded, read, stream_type
 from services.runtime.errors import Unauthenticated, VersionMismatch
 from services.runtime.logging import get_logger
@@ -164,7 +163,7 @@ class WorkerConnection:
                     self._sink.on_change()
 
     async def _requests(self, outgoing: Outbox[Any]) -> AsyncIterator[Any]:
-        yield self._stream_type.hello(self._gateway_id)
+        yield self._stream_type.hello(self._gateway_id, self.worker.member.protocol_version)
         while commands := await outgoing.take():
             yield pack_batch(commands)
 
@@ -191,11 +190,12 @@ class WorkerConnection:
         """Raise VersionMismatch if the worker has another version, or is not the one that the
         registry lists at this address. (A first message without a welcome has no version.)"""
         member = self.worker.member
+        spoken = spoken_with(member.protocol_version)
         theirs = (welcome.protocol_version, welcome.function_library)
-        if theirs != (PROTOCOL_VERSION, FUNCTION_LIBRARY):
+        if theirs != (spoken, LIBRARIES[spoken]):
             raise VersionMismatch(
                 f"it speaks protocol {theirs[0]} with function library {theirs[1]!r}, "
-                f"we speak {PROTOCOL_VERSION} with {FUNCTION_LIBRARY!r}"
+                f"we speak {spoken} with {LIBRARIES[spoken]!r}"
             )
         if (welcome.worker_id, welcome.pool_id) != (member.member_id, member.pool_id):
             raise VersionMismatch(

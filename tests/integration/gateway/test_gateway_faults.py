@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
+from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import DeadlineExceeded, NoWorker, PoisonRequest
 from tests.waiting import until
 
@@ -140,6 +141,16 @@ async def test_workers_of_another_protocol_version_are_not_used(make_harness: An
         await Call(harness.gateway, asked()).result()
     assert not harness.gateway.ready()
     assert not old.seen
+
+
+async def test_workers_of_the_version_before_serve_during_an_upgrade(make_harness: Any) -> None:
+    harness = await make_harness(
+        FakePrefill(protocol_version=PROTOCOL_VERSION - 1),
+        FakeDecode(protocol_version=PROTOCOL_VERSION - 1),
+    )
+    call = Call(harness.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
 
 
 async def test_a_request_may_come_a_little_before_the_workers(make_harness: Any) -> None:

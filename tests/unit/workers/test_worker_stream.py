@@ -11,8 +11,8 @@ import pytest
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
 from services.protocol.codec import ticket_to_wire
-from services.protocol.version import PROTOCOL_VERSION
-from services.runtime.errors import InvalidRequest
+from services.protocol.version import LIBRARIES, PROTOCOL_VERSION
+from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.rpc.message_batching import unpack_batch
 from services.worker import stream
 from services.worker.stream import WorkerStream
@@ -84,6 +84,31 @@ async def test_a_senseless_command_ends_its_own_request_only(
         assert failed.request_id in ("r2", "r" * 400)
         assert (failed.attempt, failed.code) == (3, "invalid_request")
         assert pair.decode.role.load().num_free_slots == 15
+
+
+async def test_a_gateway_of_the_version_before_is_answered_in_its_version(pair: WorkerPair) -> None:
+    for version, library in LIBRARIES.items():
+        hello = worker_pb2.Hello(
+            peer_id="gateway", protocol_version=version, function_library=library
+        )
+        service: Any = WorkerStream(pair.decode)
+        gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=hello))
+        async with aclosing(service.Connect(gateway, None)) as responses:
+            welcome = (await anext(responses)).welcome
+            assert (welcome.protocol_version, welcome.function_library) == (version, library)
+
+
+async def test_a_version_that_is_neither_this_nor_the_one_before_is_refused(
+    pair: WorkerPair,
+) -> None:
+    for version, library in ((PROTOCOL_VERSION - 2, "quire"), (PROTOCOL_VERSION, "quire")):
+        hello = worker_pb2.Hello(
+            peer_id="gateway", protocol_version=version, function_library=library
+        )
+        service: Any = WorkerStream(pair.decode)
+        gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=hello))
+        with pytest.raises(VersionMismatch, match="gateway speaks"):
+            await anext(service.Connect(gateway, None))
 
 
 async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:

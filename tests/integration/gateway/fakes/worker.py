@@ -10,10 +10,9 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from blockstore.registry import Load, Member, Role
-from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.gateway.identity import client_id
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.version import LIBRARIES, PROTOCOL_VERSION, spoken_with
 from services.runtime.errors import Unavailable
 from services.runtime.rpc.message_batching import unpack_batch
 from services.runtime.rpc.transport import RpcServer
@@ -122,10 +121,8 @@ class FakeWorker:
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
         hello = (await anext(stream)).hello
-        assert (hello.protocol_version, hello.function_library) == (
-            PROTOCOL_VERSION,
-            FUNCTION_LIBRARY,
-        )
+        spoken = spoken_with(self.protocol_version)
+        assert (hello.protocol_version, hello.function_library) == (spoken, LIBRARIES[spoken])
         while self.stuck:
             await asyncio.sleep(0.01)
         self.num_hellos += 1
@@ -229,7 +226,7 @@ class FakeWorker:
         return worker_pb2.Welcome(
             worker_id=self.worker_id,
             protocol_version=self.protocol_version,
-            function_library=FUNCTION_LIBRARY,
+            function_library=LIBRARIES[spoken_with(self.protocol_version)],
             pool_id=self.pool_id,
             load=self._load(),
         )
@@ -250,7 +247,7 @@ def member(worker: FakeWorker, address: str, model_dir: str) -> Member:
         address=address,
         state="serving",
         started_unix_ms=1,
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=worker.protocol_version,
         pool_id=worker.pool_id,
         model="toy",
         model_dir=model_dir,
