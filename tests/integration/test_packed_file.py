@@ -1,11 +1,16 @@
 """Files of packed weights: made once, shared, and rejected when anything about them is wrong."""
 
+import os
 import resource
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,12 +78,48 @@ def test_a_file_holds_what_was_written(counting_file: CountingFile) -> None:
     assert counting_file.path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_files_that_nobody_uses_go_when_a_new_one_is_made(counting_file: CountingFile) -> None:
+    cache = counting_file.path.parent
+    used, unused = CountingFile(cache / "used"), CountingFile(cache / "unused")
+    for each in (used, unused):
+        each.open()
+        os.utime(each.path, (0, 0))
+    used.open()
+    (cache / "notes.txt").write_text("not ours")
+    os.utime(cache / "notes.txt", (0, 0))
+    counting_file.open()
+    assert [name for name in counting_file.files if not name.endswith(".lock")] == [
+        *("notes.txt", "qwen3-0.6b", "used")
+    ]
+
+
+def test_the_least_recently_used_files_go_if_the_disk_has_no_room(
+    counting_file: CountingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = counting_file.path.parent
+    for age_s, name in enumerate(("newer", "older", "oldest")):
+        file = CountingFile(cache / name)
+        file.open()
+        os.utime(file.path, (time.time() - age_s - 1, time.time() - age_s - 1))
+
+    def usage(_path: Path) -> Any:
+        """Each file that has gone left 6,000 bytes; twice 5,064 are needed."""
+        gone = [name for name in ("newer", "older", "oldest") if not (cache / name).exists()]
+        return SimpleNamespace(free=6000 * len(gone))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    counting_file.open()
+    assert (cache / "newer").exists()
+    assert not (cache / "older").exists()
+    assert not (cache / "oldest").exists()
+
+
 def test_a_file_is_made_once(counting_file: CountingFile) -> None:
     first = counting_file.open()
     before = counting_file.path.stat()
     second = counting_file.open()
     assert counting_file.num_made == 1
-    assert counting_file.path.stat().st_mtime_ns == before.st_mtime_ns
+    assert counting_file.path.stat().st_ino == before.st_ino
     assert all(torch.equal(first.sections[name], second.sections[name]) for name in SIZES)
 
 

@@ -8,7 +8,9 @@ of the host maps it: there is one copy in memory, ready at the next start.
                 sections, each aligned to a page
 
 The facts name what the file was made from. A file that was made from anything else, is incomplete
-or was changed is made again. The file may be deleted at any time.
+or was changed is made again. The file may be deleted at any time: before a new one is written,
+those go that no start has used for `_KEPT_S`, and where the disk has no room for it, the least
+recently used ones. A start sets the file's time of modification.
 
 See ADR 44.
 """
@@ -16,9 +18,11 @@ See ADR 44.
 import fcntl
 import json
 import mmap
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +45,9 @@ _TEXT = 24
 _WRITTEN_BYTES = 32 << 20
 _DIGESTED_BYTES = 64 << 20
 _LOCK_INTERVAL_S = 0.05
+_KEPT_S = 30 * 24 * 3600.0
+_ROOM = 2
+"""A new file is written where so many of its size fit."""
 
 Facts = Mapping[str, Any]
 """The sources of a packed file, as JSON values."""
@@ -77,7 +84,11 @@ def packed_file(
 
     def current() -> PackedFile | None:
         found = _open_if_intact(path, progress)
-        return found if found is not None and is_current(found.facts) else None
+        if found is None or not is_current(found.facts):
+            return None
+        with suppress(OSError):  # it belongs to another user
+            os.utime(path)
+        return found
 
     try:
         if (found := current()) is not None:
@@ -86,7 +97,9 @@ def packed_file(
         with locked(path.with_name(f"{path.name}.lock"), progress):
             if (found := current()) is not None:
                 return found
-            _write(path, *make())
+            facts, sizes, contents = make()
+            _make_room(path, sum(sizes.values()))
+            _write(path, facts, sizes, contents)
             return _read(_map(path))
     except OSError as error:
         raise StartupError(f"packed weights {path}: {error.strerror}") from error
@@ -104,6 +117,23 @@ def locked(path: Path, progress: Progress) -> Iterator[None]:
                 progress()
                 time.sleep(_LOCK_INTERVAL_S)
         yield
+
+
+def _make_room(path: Path, num_bytes: int) -> None:
+    """Remove old packed files beside `path`. A process that has mapped one keeps its memory."""
+    files = [each for each in path.parent.iterdir() if _is_packed(each) and each != path]
+    for file in sorted(files, key=lambda each: each.stat().st_mtime):
+        is_old = time.time() - file.stat().st_mtime > _KEPT_S
+        if is_old or shutil.disk_usage(path.parent).free < _ROOM * num_bytes:
+            log.info("packed_weights_removed", path=str(file), unused=is_old)
+            file.unlink(missing_ok=True)
+
+
+def _is_packed(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def _open_if_intact(path: Path, progress: Progress) -> PackedFile | None:
