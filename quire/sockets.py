@@ -1,7 +1,8 @@
 """Sockets of gateways: those of ports, and the Unix sockets in the run's directory for operations.
 
-Each process of a gateway has a socket of its own, because a gateway and the one that takes its
-place run side by side for a while. A starting gateway removes the sockets of dead gateways.
+A gateway that restarts uses the same path again, and one that takes another's place takes over its
+path. A starting gateway removes the sockets of dead gateways, such as that of a container that was
+killed and replaced.
 """
 
 import hashlib
@@ -30,13 +31,13 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def operations_socket(run: Path, host: str, port: int, pid: int) -> Path:
-    """The socket of the gateway process `pid`, whose gRPC server listens at `host`:`port`.
+def operations_socket(run: Path, host: str, port: int) -> Path:
+    """The socket of the gateway whose gRPC server listens at `host`:`port`.
 
     `host` distinguishes containers that share the directory. The name is a short hash because the
     path of a Unix socket has at most 107 bytes.
     """
-    name = hashlib.sha256(f"{host}:{port}:{pid}".encode()).hexdigest()[:8]
+    name = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
     return run / f"operations-{name}.sock"
 
 

@@ -157,11 +157,6 @@ class Child:
         return self._started_at if runs else math.inf
 
     @property
-    def pid(self) -> int | None:
-        """The id of the process, or None if none runs."""
-        return self._process.pid if self.running_since < math.inf and self._process else None
-
-    @property
     def failure(self) -> str:
         """Why the service fails to start again and again; empty once it has run for STEADY_S, or if
         it is told to end."""

@@ -100,12 +100,13 @@ class Upgrader:
                 yield [each for each in pair if each is not None]
 
     async def _replace_gateway(self, old: Child) -> None:
-        new = self._start(old.spec)
         port = int(old.spec.environment["QUIRE_GATEWAY_PORT"])
+        path = operations_socket(self._run, socket.gethostname(), port)
+        of_old = path.stat().st_ino
+        new = self._start(old.spec)
 
         async def serves() -> bool:
-            path = operations_socket(self._run, socket.gethostname(), port, new.pid or 0)
-            if path not in living_sockets(self._run):
+            if path.stat().st_ino == of_old:
                 return False
             async with AsyncClient(f"unix:{path}") as client:
                 return await client.is_ready()

@@ -2,7 +2,6 @@
 workers, and shuts down within a grace time."""
 
 import asyncio
-import os
 import signal
 import socket
 import time
@@ -228,7 +227,7 @@ class _Listeners:
         one is set. The run's user also uses the models there, without a key."""
         settings = self.settings
         server = self._server(has_operations=True)
-        path = operations_socket(settings.run_dir, socket.gethostname(), public_port, os.getpid())
+        path = operations_socket(settings.run_dir, socket.gethostname(), public_port)
         remove_dead_sockets(settings.run_dir)
         port = await server.start_local(path, "127.0.0.1", settings.operations_port)
         self.stack.push_async_callback(server.stop, _LAST_WRITES_S)

@@ -108,12 +108,15 @@ class RpcServer:
 
     async def start_local(self, socket: Path, host: str, port: int | None) -> int | None:
         """Listen on a Unix socket that only this user's processes may open, and on `port` if it is
-        given; returns the port. Raises StartupError."""
+        given; returns the port. The socket takes over the path from another process, whose gRPC
+        would remove the file at its end if both had bound this path. Raises StartupError."""
         try:
             usual = os.umask(0o077)  # to set the mode after the bind would be too late
             try:
                 socket.parent.mkdir(parents=True, exist_ok=True)
-                self.aio.add_insecure_port(f"unix:{socket}")
+                bound_at = socket.with_name(f".{socket.name}")
+                self.aio.add_insecure_port(f"unix:{bound_at}")
+                bound_at.rename(socket)
             finally:
                 os.umask(usual)
         except (OSError, RuntimeError) as error:

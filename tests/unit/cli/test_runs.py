@@ -26,20 +26,20 @@ class Runs:
         run = self.root / name
         run.mkdir(exist_ok=True)
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(operations_socket(run, "here", 1, 7)))
+        listener.bind(str(operations_socket(run, "here", 1)))
         listener.listen()
         return run
 
     def add_dead(self, name: str) -> Path:
         with socket.socket(socket.AF_UNIX) as listener:
             (self.root / name).mkdir(exist_ok=True)
-            path = operations_socket(self.root / name, "another container", 1, 7)
+            path = operations_socket(self.root / name, "another container", 1)
             listener.bind(str(path))
         return path
 
 
 def address(run: Path) -> str:
-    return f"unix:{operations_socket(run, 'here', 1, 7)}"
+    return f"unix:{operations_socket(run, 'here', 1)}"
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_sockets_of_dead_gateways_are_removed_once_they_are_old(
     monkeypatch.setattr("quire.sockets.time.time", lambda: made_at + 11)
     remove_dead_sockets(run)
     assert not dead.exists()
-    assert living_sockets(run) == [operations_socket(run, "here", 1, 7)]
+    assert living_sockets(run) == [operations_socket(run, "here", 1)]
 
 
 def test_commands_take_the_run_of_the_environment(

@@ -64,7 +64,7 @@ for each in (server, operations):
 add_BlockManagerServicer_to_server(Gateway(), operations)
 server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
 port = int(os.environ["QUIRE_GATEWAY_PORT"])
-path = operations_socket(run_dir("gateway"), socket.gethostname(), port, os.getpid())
+path = operations_socket(run_dir("gateway"), socket.gethostname(), port)
 operations.add_insecure_port(f"unix:{path}")
 server.start()
 operations.start()
