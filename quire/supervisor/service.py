@@ -34,6 +34,11 @@ class SupervisorService(SupervisorServicer):
         self._upgrader = upgrader
 
     async def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
+        changes = request.HasField("num_prefill") or request.HasField("num_decode")
+        if changes and self._upgrader.upgrade.is_running:
+            # Its new workers would be the first to leave.
+            text = "an upgrade of this run is going on; scale it when `quire upgrade` has ended"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
         try:
             scaled = self._scaler.scale(
                 {

@@ -9,6 +9,9 @@ SILENCE_S = 60.0
 RECOVERY_S = 60.0
 """The time until a process has returned and is healthy."""
 
+UPGRADE_S = 300.0
+"""The time in which an upgrade replaces every process."""
+
 AUDIT_S = 60.0
 """The time until an audit of the whole ledger is answered and clean."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.limits import RECOVERY_S
+from tests.chaos.limits import RECOVERY_S, UPGRADE_S
 from tests.chaos.operator import Operator
 from tests.chaos.schedule import PROCESSES, WORKERS, Fault
 from tests.e2e.deployment import Deployment
@@ -33,6 +33,10 @@ class Processes:
     async def inject(self, fault: Fault) -> str:
         """Inject a fault as soon as another process of the role is healthy; returns what it hit.
         TimeoutError: no other process is healthy in time."""
+        if fault.verb == "upgrade":
+            return await self._upgrade()
+        if fault.verb == "scale":
+            await self._until_upgraded()
         try:
             async with asyncio.timeout(RECOVERY_S):
                 if fault.verb == "scale":
@@ -48,6 +52,7 @@ class Processes:
     async def until_healthy(self) -> None:
         """Wait until all processes run, serve and are not stopped. TimeoutError, with the
         numbers."""
+        await self._until_upgraded()
         number = {"gateway": self._num_gateways, "block_manager": 1, **self._wanted}
         try:
             async with asyncio.timeout(RECOVERY_S):
@@ -142,6 +147,23 @@ class Processes:
         while len(await self._healthy(role)) > number:
             await asyncio.sleep(0.1)
         return f"from {now} to {number}"
+
+    async def _upgrade(self) -> str:
+        """Begin to replace every process, unless that is going on. Other faults hit the processes
+        meanwhile."""
+        upgrade = await self._operator.call(lambda run: run.upgrade(begin=True))
+        return "no gateway" if upgrade is None else f"after {len(upgrade.steps)} steps"
+
+    async def _until_upgraded(self) -> None:
+        """Wait until no upgrade goes on. TimeoutError."""
+        try:
+            async with asyncio.timeout(UPGRADE_S):
+                while (found := await self._operator.call(AsyncClient.upgrade)) is None or (
+                    found.is_running
+                ):
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            raise TimeoutError(f"an upgrade takes more than {UPGRADE_S:g} s") from error
 
 
 async def _is_ready(pid: int) -> bool:

@@ -12,6 +12,7 @@ _ROLES = {
     "terminate": PROCESSES,
     "drain": WORKERS,
     "scale": WORKERS,
+    "upgrade": ("run",),
     "flush": ("redis",),
     "flush_functions": ("redis",),
     "restore_old": ("redis",),
