@@ -20,16 +20,8 @@ MAX_TOKENS = 200
 TABLE = "QUIRE_CLIENTS_TABLE"
 """The variable that names the file for the table of results."""
 
-_HEAD = """# Clients
-
-These clients, which are not part of Quire, run against a deployment of SmolLM2-135M-Instruct.
-`make test-clients` installs each into a virtual environment of its own (`tests/clients/venvs.py`
-pins the versions), runs it, and writes this table. Where a client gets text, the text has to equal
-the text of Quire's own gRPC client.
-
-| client | version | what it calls | outcome |
-|---|---|---|---|
-"""
+TABLE_HEAD = "|---|---|---|---|\n"
+"""The last line before the rows, which end the page."""
 
 
 @dataclass
@@ -46,7 +38,8 @@ def table() -> Iterator[Table]:
     yield table
     if path := os.environ.get(TABLE):
         lines = [" | ".join(("", *row, "")).strip() for row in sorted(table.rows.values())]
-        Path(path).write_text(_HEAD + "\n".join(lines) + "\n")
+        page = Path(path).read_text().partition(TABLE_HEAD)[0]
+        Path(path).write_text(page + TABLE_HEAD + "\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")

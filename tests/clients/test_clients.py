@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.deployment import Deployment
 
-from .conftest import MAX_TOKENS, MODEL, QUESTION, TABLE, Table
+from .conftest import MAX_TOKENS, MODEL, QUESTION, TABLE, TABLE_HEAD, Table
 from .venvs import ROOT, client_bin, client_version, own_version
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -44,6 +44,10 @@ def run(command: list[object], env: dict[str, str], cwd: Path, text: str = "") -
 
 
 CALLS = {
+    "anthropic": (
+        "anthropic_client.py",
+        "messages: whole, streamed, sync, async; count_tokens, models; errors by their classes",
+    ),
     "openai": (
         "openai_client.py",
         "models, embeddings; chat, completions, responses: whole, streamed, sync, async; errors "
@@ -104,19 +108,26 @@ def test_a_library_gets_the_same_text(
     table.add(client, client_version(client), called, "the same text")
 
 
+CONVERSATIONS = {
+    "anthropic": "conversations with tools (whole, streamed), as Claude Code sends them",
+    "openai": (
+        "conversations of chats and responses (whole, streamed, parsed, with tools), and those of "
+        "Codex and Cline"
+    ),
+}
+
+
 @pytest.mark.clients
+@pytest.mark.parametrize("client", CONVERSATIONS)
 def test_every_object_of_a_conversation_is_taken_back(
-    with_tools: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+    client: str, with_tools: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
 ) -> None:
     """The ordinary tests play the same conversations with workers that write what they must
     (`tests/integration/gateway/conversations`)."""
-    program = PROGRAMS / "openai_conversations.py"
-    run([client_bin("openai") / "python", program, with_tools.http, MODEL], outside, tmp_path)
-    called = (
-        "conversations of chats and responses (whole, streamed, parsed, with tools), and those of "
-        "Codex and Cline"
-    )
-    table.add("openai", client_version("openai"), called, "every object that came is taken back")
+    program = PROGRAMS / f"{client}_conversations.py"
+    run([client_bin(client) / "python", program, with_tools.http, MODEL], outside, tmp_path)
+    outcome = "every object that came is taken back"
+    table.add(client, client_version(client), CONVERSATIONS[client], outcome)
 
 
 _CHOICE = """\
@@ -272,7 +283,7 @@ def test_schemathesis_finds_nothing(
 @pytest.mark.skipif(TABLE in os.environ, reason="this run writes the table at its end")
 def test_the_table_in_the_docs_has_every_client() -> None:
     table = (ROOT / "docs" / "clients.md").read_text()
-    rows = table.partition("|---|---|---|---|\n")[2].splitlines()
+    rows = table.partition(TABLE_HEAD)[2].splitlines()
     names = {row.split(" | ")[0].removeprefix("| ") for row in rows}
     clients = {"grpcio-reflection", "lm-eval", "guidellm", "aiperf", "schemathesis", *CALLS}
     assert names == clients

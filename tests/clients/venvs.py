@@ -12,6 +12,7 @@ CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
 """No client may install PyTorch with CUDA."""
 
 REQUIREMENTS = {
+    "anthropic": ("anthropic==2.14.0",),
     "openai": ("openai==3.54.0",),
     "langchain-openai": ("langchain-openai==1.6.7",),
     # litellm's `responses` imports mcp, which it does not require.

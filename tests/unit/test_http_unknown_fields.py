@@ -8,6 +8,7 @@ from services.gateway.http.bodies.fields import Body
 from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.embeddings import EmbeddingBody
+from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.tokens import TokenizeBody
 from services.runtime.errors import InvalidRequest
@@ -19,13 +20,16 @@ BODIES: list[tuple[type[Any], dict[str, Any]]] = [
     (ResponsesBody, {"input": "Hi"}),
     (EmbeddingBody, {"input": "Hi"}),
     (TokenizeBody, {"prompt": "Hi"}),
+    (MessagesBody, CHAT | {"max_tokens": 9}),
+    (CountTokensBody, CHAT),
 ]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
 def asked(body: type[Any], fields: dict[str, Any]) -> Any:
     read = checked(fields, body)
-    return read.request() if isinstance(read, TokenizeBody) else read.requests("r")
+    is_count = isinstance(read, TokenizeBody | CountTokensBody)
+    return read.request() if is_count else read.requests("r")
 
 
 def refusal(body: type[Body], fields: dict[str, Any]) -> InvalidRequest:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
-from services.gateway.api import Generator, ServedModel
+from services.gateway.api import GenerationRequest, Generator, ServedModel
 from services.gateway.http.answering.answer import Answer
 from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
 from services.gateway.http.answering.in_order import in_order
@@ -37,6 +38,7 @@ from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody
 from services.gateway.http.failures import (
+    ANTHROPIC_VERSION,
     PARAM_NAMES,
     REQUEST_ID_HEADER,
     RequestIdAndErrors,
@@ -44,6 +46,8 @@ from services.gateway.http.failures import (
     error_body,
     refusal_of,
 )
+from services.gateway.http.messages_api.answer import PING, MessageAnswer
+from services.gateway.http.messages_api.body import MessagesBody
 from services.gateway.http.middleware.authentication import Authentication
 from services.gateway.http.middleware.body_limits import (
     DEFAULT_BODY_MEMORY_BYTES,
@@ -66,7 +70,7 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 
 VERSION = version("quire-serve")
 
-Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, EmbeddingBody)
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody, EmbeddingBody)
 CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 
@@ -95,6 +99,8 @@ def create_app(
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
             Route("/v1/responses", endpoints.responses, methods=["POST"]),
+            Route("/v1/messages", endpoints.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", tokens.count_tokens, methods=["POST"]),
             Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
@@ -131,7 +137,8 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": origins,
         "allow_methods": ["GET", "POST"],
         "allow_headers": [
-            *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT)
+            *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT),
+            *("X-Api-Key", ANTHROPIC_VERSION, "anthropic-beta"),
         ],
         "expose_headers": [REQUEST_ID_HEADER, "Retry-After", "Retry-After-Ms"],
         "max_age": 600,
@@ -155,12 +162,27 @@ class _Endpoints:
     async def responses(self, request: Request) -> Response:
         body, name, timeout_s = await self._read(request, ResponsesBody)
         answer = ResponseAnswer(body, name, self._model(body.model))
-        deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
-        if body.stream:
-            return EventStream(
-                answer.parts(deltas), answer.error_event, self._stream_ping_s, is_named=True
-            )
-        return await _whole(request, answer.whole(deltas))
+        return await self._message(request, body, answer, body.requests(name, timeout_s))
+
+    async def messages(self, request: Request) -> Response:
+        body, name, timeout_s = await self._read(request, MessagesBody)
+        answer = MessageAnswer(body, name, self._model(body.model))
+        return await self._message(request, body, answer, body.requests(name, timeout_s), ping=PING)
+
+    async def _message(
+        self,
+        request: Request,
+        body: ResponsesBody | MessagesBody,
+        answer: ResponseAnswer | MessageAnswer,
+        requests: Sequence[GenerationRequest],
+        **stream: bytes,
+    ) -> Response:
+        """The answer as a whole, or as a stream of named events."""
+        deltas = merged(list(map(self._generator.generate, requests)))
+        if not body.stream:
+            return await _whole(request, answer.whole(deltas))
+        events, ping_s = answer.parts(deltas), self._stream_ping_s
+        return EventStream(events, answer.error_event, ping_s, is_named=True, **stream)
 
     async def embeddings(self, request: Request) -> Response:
         body, name, timeout_s = await self._read(request, EmbeddingBody)
@@ -213,7 +235,8 @@ class _Endpoints:
 
     async def models(self, _request: Request) -> Response:
         models = [self._model_json(model) for model in self._generator.models()]
-        return Json({"object": "list", "data": models})
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+        return Json({"object": "list", "data": models, "has_more": False, **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -247,6 +270,11 @@ class _Endpoints:
             "max_model_len": model.max_model_len,
             "block_size": model.block_size,
             "dtype": model.dtype,
+            # Anthropic's fields.
+            "type": "model",
+            "display_name": model.model,
+            "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
+            "max_input_tokens": model.max_model_len,
         }
 
 

@@ -1,9 +1,11 @@
-"""Turns errors into answers as OpenAI's clients expect them: a status, and one JSON format."""
+"""Turns errors into answers as clients of OpenAI's or Anthropic's API expect them: a status, and
+the JSON of that API."""
 
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,8 +20,15 @@ from services.runtime.rpc.error_table import Failure, failure_of
 from services.runtime.tracing.context import TRACEPARENT, bind_traceparent
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPIC_PATHS = "/v1/messages"
+"""How the paths of Anthropic's API begin."""
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that every client of Anthropic's API sends, also to the paths of both APIs."""
 PARAM_NAMES = "param_names"
 """The entry of a request's state with its body's names of parameters."""
+_SHOWN_ID = "shown_id"
+"""The entry of a request's state with the id that its client gets."""
+_ANTHROPIC_ID_HEADER = "Request-Id"
 _MAX_REQUEST_ID_LENGTH = 128
 
 _CODES = {
@@ -33,12 +42,59 @@ _CODES = {
 }
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    """`{"error": {...}}`: the last event of a stream that failed with `error`."""
-    return _body_of(failure_of(error), error)
+ErrorForm = Callable[[int, str, str, str | None], dict[str, Any]]
+"""Makes the JSON of an error: of its status, its code, its text, and the parameter at fault."""
 
 
-def error_response(error: Exception, names: Mapping[str, str]) -> Json:
+def openai_error(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """`{"error": {...}}`"""
+    if status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(
+    request_id: str, status: int, _code: str, message: str, _param: str | None = None
+) -> dict[str, Any]:
+    """`{"type": "error", "error": {...}}`, which is an event of a stream too. The message names the
+    parameter."""
+    kind = "api_error" if status >= 500 else "invalid_request_error"
+    error = {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def _form_of(scope: Scope) -> ErrorForm:
+    if is_anthropic(scope):
+        return partial(anthropic_error, scope["state"][_SHOWN_ID])
+    return openai_error
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a client of Anthropic's API sent the request."""
+    return scope["path"].startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in Headers(scope=scope)
+
+
+def error_body(error: Exception, form: ErrorForm = openai_error) -> dict[str, Any]:
+    """The JSON of `error`, which is the last event of a stream that failed with it."""
+    return _body_of(failure_of(error), error, form)
+
+
+def error_response(
+    error: Exception, names: Mapping[str, str], form: ErrorForm = openai_error
+) -> Json:
     """The answer to a request that failed with `error`. `names` are the request's own names of
     parameters (`SampledBody.names`)."""
     if isinstance(error, InvalidRequest) and error.param is not None and error.param in names:
@@ -49,25 +105,17 @@ def error_response(error: Exception, names: Mapping[str, str]) -> Json:
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return Json(_body_of(failure, error), failure.http_status, headers)
+    return Json(_body_of(failure, error, form), failure.http_status, headers)
 
 
-def _body_of(failure: Failure, error: Exception) -> dict[str, Any]:
+def _body_of(failure: Failure, error: Exception, form: ErrorForm) -> dict[str, Any]:
     param = getattr(error, "param", None)
-    return _error_json(failure.http_status, failure.code, failure.text, param)
+    return form(failure.http_status, failure.code, failure.text, param)
 
 
-def http_error(status: int, message: str) -> dict[str, Any]:
-    """`{"error": {...}}` for a refusal by the HTTP protocol, before a request reaches Quire."""
-    return _error_json(status, _code_of(status), message)
-
-
-def _error_json(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    if status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def http_error(status: int, message: str, form: ErrorForm = openai_error) -> dict[str, Any]:
+    """The JSON of a refusal by the HTTP protocol, before a request reaches Quire."""
+    return form(status, _code_of(status), message, None)
 
 
 def _code_of(status: int) -> str:
@@ -89,7 +137,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
         text = f"there is no {request.url.path}"
     elif status == 405:
         text = f"{request.url.path} does not support the method {request.method}"
-    return Json(http_error(status, text), status, error.headers)
+    return Json(http_error(status, text, _form_of(request.scope)), status, error.headers)
 
 
 class RequestIdAndErrors:
@@ -106,7 +154,9 @@ class RequestIdAndErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         drawn, given = secrets.token_hex(12), _given_request_id(scope)
-        scope.setdefault("state", {})["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
+        state = scope.setdefault("state", {})
+        state["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
+        state[_SHOWN_ID] = given or drawn
         bind_traceparent(Headers(scope=scope).get(TRACEPARENT, ""))
         started = False
 
@@ -115,6 +165,8 @@ class RequestIdAndErrors:
             if message["type"] == "http.response.start":
                 started = True
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = given or drawn
+                if is_anthropic(scope):
+                    MutableHeaders(scope=message)[_ANTHROPIC_ID_HEADER] = given or drawn
             await send(message)
 
         try:
@@ -124,9 +176,9 @@ class RequestIdAndErrors:
         except Exception as error:
             if started:
                 raise
-            await error_response(error, scope["state"].get(PARAM_NAMES, {}))(
-                scope, receive, send_with_id
-            )
+            names = scope["state"].get(PARAM_NAMES, {})
+            answer = error_response(error, names, _form_of(scope))
+            await answer(scope, receive, send_with_id)
 
 
 def _given_request_id(scope: Scope) -> str | None:

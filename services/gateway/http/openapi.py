@@ -10,6 +10,8 @@ from pydantic.json_schema import models_json_schema
 from services.gateway.http.answering import answer_schema
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.embeddings import EmbeddingBody
+from services.gateway.http.failures import ANTHROPIC_PATHS
+from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.tokens import DetokenizeBody, TokenizeBody
 
@@ -19,6 +21,11 @@ _OPERATIONS: tuple[tuple[str, type[BaseModel], Any, str, bool], ...] = (
     ("/v1/chat/completions", ChatBody, answer_schema.ChatCompletion, "Answers a chat", True),
     ("/v1/completions", CompletionBody, answer_schema.TextCompletion, "Continues a text", True),
     ("/v1/responses", ResponsesBody, answer_schema.Response, "Answers a chat", True),
+    ("/v1/messages", MessagesBody, answer_schema.AnthropicMessage, "Answers a chat", True),
+    (
+        *("/v1/messages/count_tokens", CountTokensBody, answer_schema.InputTokens),
+        *("Counts the tokens of a chat", False),
+    ),
     ("/v1/embeddings", EmbeddingBody, answer_schema.Embeddings, "Embeds texts", False),
     ("/tokenize", TokenizeBody, answer_schema.Tokens, "Tokenizes text or a chat", False),
     ("/detokenize", DetokenizeBody, answer_schema.Text, "Decodes tokens to text", False),
@@ -57,7 +64,7 @@ def openapi_document(version: str) -> dict[str, Any]:
                 "operationId": _operation_id(path),
                 "parameters": [_TIMEOUT] if streams else [],
                 "requestBody": {"required": True, "content": {"application/json": content}},
-                "responses": _responses(_of_type(answer, schemas), schemas, streams=streams),
+                "responses": _responses(path, _of_type(answer, schemas), schemas, streams=streams),
             }
         }
     for path, answer, summary in _GETS:
@@ -66,7 +73,7 @@ def openapi_document(version: str) -> dict[str, Any]:
                 "summary": summary,
                 "operationId": _operation_id(path),
                 "parameters": [_MODEL] if "{model}" in path else [],
-                "responses": _responses(_of_type(answer, schemas), schemas, streams=False),
+                "responses": _responses(path, _of_type(answer, schemas), schemas, streams=False),
             }
         }
     # The body of a gateway that is not ready is no error.
@@ -102,12 +109,14 @@ _METRICS = {
 }
 
 
-def _responses(answer: Any, schemas: dict[str, Any], *, streams: bool) -> dict[str, Any]:
+def _responses(path: str, answer: Any, schemas: dict[str, Any], *, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
         # Server-sent events, each with a part of the answer as its data: no schema says so.
         content["text/event-stream"] = {}
-    failure = {"application/json": {"schema": _of_type(answer_schema.Failure, schemas)}}
+    is_anthropic = path.startswith(ANTHROPIC_PATHS)
+    form = answer_schema.AnthropicFailure if is_anthropic else answer_schema.Failure
+    failure = {"application/json": {"schema": _of_type(form, schemas)}}
     return {
         "200": {"description": "the answer", "content": content},
         **{status: {"description": text, "content": failure} for status, text in _FAILURES.items()},

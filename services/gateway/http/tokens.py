@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM defines them."""
+"""/tokenize and /detokenize, as vLLM defines them, and Anthropic's /v1/messages/count_tokens."""
 
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.tools import Tools, requested_tools
 from services.gateway.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.http.failures import PARAM_NAMES
+from services.gateway.http.messages_api.body import CountTokensBody
 
 
 class TokenizeBody(Body):
@@ -81,6 +82,12 @@ class TokenEndpoints:
                 "token_strs": tokenized.tokens,
             }
         )
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await read_body(request, CountTokensBody)
+        request.scope["state"][PARAM_NAMES] = body.names
+        tokenized = await self._generator.tokenize(body.request())
+        return Json({"input_tokens": len(tokenized.token_ids)})
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)

@@ -4,7 +4,7 @@ received before its stream broke."""
 from dataclasses import dataclass
 
 from quire.types import Candidate, Usage
-from services.gateway.output.parser.parts import Part
+from services.gateway.output.parser.parts import Content, Part
 from services.protocol.ticket import FinishReason
 
 
@@ -69,3 +69,8 @@ class Delta:
     """Whether the message has a tool call so far."""
     num_reasoning_tokens: int = 0
     """Tokens of the sequence so far between the tags that begin and end reasoning."""
+
+    @property
+    def message_parts(self) -> tuple[Part, ...]:
+        """The parts of the message; its text if it is not parsed."""
+        return (Content(self.text),) if self.parts is None else self.parts

@@ -76,7 +76,9 @@ async def test_no_route_is_reachable_without_a_key(
             assert answer.status_code == 401, (method, path)
             assert answer.headers["www-authenticate"] == "Bearer"
             if method != "HEAD":
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                name = ("type", "authentication_error")
+                name = name if path.startswith("/v1/messages") else ("code", "invalid_api_key")
+                assert answer.json()["error"][name[0]] == name[1]
     assert not generator.requests
 
 

@@ -61,6 +61,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}], "tools": []}),
     ("/v1/embeddings", {"input": ["Hi", "you"], "model": "tiny", "user": "me"}),
     ("/v1/embeddings", {"input": [[1, 2], [3]], "encoding_format": "base64"}),
+    ("/v1/messages", {**HI, "max_tokens": 9, "system": "x", "tools": [{"type": "web_search"}]}),
+    ("/v1/messages/count_tokens", {**HI, "cache_control": {"type": "ephemeral"}, "new": 1}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/tokenize", HI),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -93,6 +95,9 @@ async def test_bodies_and_answers_fit_the_document(
         ("/v1/responses", {"input": "Hi", "n": 2}),
         ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}),
         ("/v1/responses", {"input": [{"type": "web_search_call", "role": "user", "content": "x"}]}),
+        ("/v1/messages", HI),
+        ("/v1/messages", {**HI, "max_tokens": 9, "output_format": {"type": "json_schema"}}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "tool", "content": "x"}]}),
         ("/detokenize", {"tokens": ["x"]}),
     ],
 )

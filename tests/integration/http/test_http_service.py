@@ -15,13 +15,18 @@ from .conftest import HI, FakeGenerator
 async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     (model,) = [model async for model in await client.models.list()]
     assert (model.id, model.object, model.owned_by) == ("org/tiny", "model", "quire")
+    assert model.model_extra is not None
+    assert model.model_extra.pop("created_at").endswith("+00:00")
     assert model.model_extra == {
         "root": "org/tiny",
         "max_model_len": 512,
         "block_size": 16,
         "dtype": "float32",
+        "type": "model",
+        "display_name": "org/tiny",
+        "max_input_tokens": 512,
     }
-    assert await client.models.retrieve("org/tiny") == model
+    assert (await client.models.retrieve("org/tiny")).id == model.id
 
 
 async def test_health_follows_the_generator(

@@ -179,6 +179,32 @@ class Response(TypedDict):
     usage: dict[str, Any] | None
 
 
+class AnthropicError(_Exact):
+    type: str
+    message: str
+
+
+class AnthropicFailure(_Exact):
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
+
+
+class AnthropicMessage(_Exact):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class InputTokens(_Exact):
+    input_tokens: int
+
+
 class EmbeddingUsage(_Exact):
     prompt_tokens: int
     total_tokens: int
@@ -218,11 +244,18 @@ class Model(_Exact):
     max_model_len: int
     block_size: int
     dtype: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    max_input_tokens: int
 
 
 class Models(_Exact):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: NotRequired[str]
+    last_id: NotRequired[str]
 
 
 class Health(_Exact):

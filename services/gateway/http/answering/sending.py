@@ -30,13 +30,13 @@ class Json(Response):
 
 class EventStream(Response):
     """Sends each of `events` as it comes, and then `[DONE]`. If `is_named`, each event is named by
-    its type, as in OpenAI's Responses API, and there is no `[DONE]`.
+    its type, as in OpenAI's Responses API and in Anthropic's, and there is no `[DONE]`.
 
     The headers leave with the first event, or after a second without one. Before that, an error
     sets the answer's status; a later error becomes the last event, made by `error_event`. The
     generator is closed as soon as the client disconnects, not at the next event.
 
-    After `ping_s` of silence the stream sends a comment, which clients skip, so that proxies do not
+    After `ping_s` of silence the stream sends `ping`, which clients skip, so that proxies do not
     cut the connection. With 0 it sends none.
     """
 
@@ -49,6 +49,7 @@ class EventStream(Response):
         ping_s: float,
         *,
         is_named: bool = False,
+        ping: bytes = b": ping\n\n",
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -58,9 +59,10 @@ class EventStream(Response):
         self._error_event = error_event
         self._ping_s = ping_s
         self._is_named = is_named
+        self._ping = ping
         self._has_begun = False
         self._is_silent = True
-        """Whether no event has come since the last comment."""
+        """Whether no event has come since the last ping."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._send(send))
@@ -91,7 +93,7 @@ class EventStream(Response):
             self._is_silent = True
             await asyncio.sleep(self._ping_s)
             if self._is_silent:
-                await send(_part(b": ping\n\n"))
+                await send(_part(self._ping))
 
     async def _begin(self, send: Send) -> None:
         if not self._has_begun:

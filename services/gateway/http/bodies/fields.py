@@ -7,7 +7,7 @@ a whole. So even a large body causes few errors.
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -17,6 +17,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -95,6 +96,37 @@ class Body(BaseModel):
                 schema.setdefault("properties", {})[name] = {"enum": [*EMPTY, *values]}
         schema["maxProperties"] = MAX_FIELDS
         return reference
+
+
+class TypedBody(Body):
+    """An object whose type says which of its fields it needs."""
+
+    needed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The fields that an object of each type has, beside those that every object may have."""
+    noun: ClassVar[str] = "object"
+
+    @field_validator("type", check_fields=False)
+    @classmethod
+    def _check_type(cls, kind: str | None) -> str | None:
+        if kind is not None and kind not in cls.needed:
+            known = ", ".join(cls.needed)
+            raise ValueError(f"{cls.noun}s of type {kind!r} are not supported, only {known}")
+        return kind
+
+    @property
+    def kind(self) -> str:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_needed(self) -> Self:
+        missing = [
+            name
+            for name in self.needed[self.kind]
+            if name not in self.model_fields_set or getattr(self, name) is None
+        ]
+        if missing:
+            raise ValueError(f"each {self.noun} of type {self.kind} needs {', '.join(missing)}")
+        return self
 
 
 @cache

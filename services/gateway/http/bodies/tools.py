@@ -38,10 +38,10 @@ class OtherToolBody(Body):
     type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "function"}})]
 
 
-def tagged(value: Any) -> str:
-    """Which of the two kinds of tools a JSON value is."""
+def tagged(value: Any, own: tuple[str, ...] = ("function",)) -> str:
+    """Which of the two kinds of tools a JSON value is; `own` are the types of functions."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "other_tool" if isinstance(kind, str) and kind != "function" else "function_tool"
+    return "other_tool" if isinstance(kind, str) and kind not in own else "function_tool"
 
 
 OtherTool = Annotated[OtherToolBody, Tag("other_tool")]

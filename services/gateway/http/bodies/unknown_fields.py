@@ -112,6 +112,7 @@ INSTEAD = {
     "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
     "num_beams": "beam_width",
+    "output_format": "output_config.format",
     "reasoning": "reasoning_effort",
     "reasoning_effort": "reasoning.effort",
     "regex": "structured_outputs.regex",

@@ -2,12 +2,12 @@
 writes them or as an earlier response had them."""
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from services.gateway.api import ChatMessage
-from services.gateway.http.bodies.fields import Body
+from services.gateway.http.bodies.fields import TypedBody
 from services.gateway.http.bodies.messages import assistant_fields
 from services.gateway.http.bodies.parts import ItemContent, Said
 from services.gateway.http.bodies.tools import CalledFunctionBody, ToolCallBody
@@ -25,20 +25,14 @@ _NEEDED = {
 """The fields that an item of each type has, beside those that every item may have."""
 
 
-def _is_known(kind: str | None) -> str | None:
-    if kind is not None and kind not in _NEEDED:
-        known = ", ".join(_NEEDED)
-        raise ValueError(f"items of type {kind!r} are not supported, only {known}")
-    return kind
-
-
-class Item(Body):
+class Item(TypedBody):
     """`content`: of messages, and of reasoning as the model has written it. A `summary` of
     reasoning and encrypted reasoning, which other servers write, are not read."""
 
-    type: Annotated[str | None, AfterValidator(_is_known)] = Field(
-        None, json_schema_extra={"enum": [None, *_NEEDED]}
-    )
+    needed = _NEEDED
+    noun = "item"
+
+    type: str | None = Field(None, json_schema_extra={"enum": [None, *_NEEDED]})
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: ItemContent = Said()
     call_id: str | None = None
@@ -52,14 +46,7 @@ class Item(Body):
         return self.type or "message"
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        missing = [
-            name
-            for name in _NEEDED[self.kind]
-            if name not in self.model_fields_set or getattr(self, name) is None
-        ]
-        if missing:
-            raise ValueError(f"an item of type {self.kind} needs {', '.join(missing)}")
+    def _check_reference(self) -> Self:
         # Reasoning may be left out of a conversation, unlike anything else.
         if self.kind == "item_reference" and not (self.id or "").startswith(REASONING_ID):
             raise ValueError(f"Quire keeps no items: send the item {self.id!r} itself")

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs
 from services.gateway.output.delta import Delta
-from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Reasoning
 
 
 class OutputItems:
@@ -24,7 +24,7 @@ class OutputItems:
         """The parts of a delta; if the message is not parsed, its text. Logprobs are of all its
         tokens, and stand with the first text. Those of a delta without parts stand with the next
         delta's."""
-        parts: tuple[Part, ...] = (Content(delta.text),) if delta.parts is None else delta.parts
+        parts = delta.message_parts
         logprobs = self._logprobs + chat_logprobs(delta.logprobs)["content"]
         self._logprobs = [] if parts else logprobs
         for part in parts:

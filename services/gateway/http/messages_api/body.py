@@ -1,0 +1,198 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from services.gateway.api import (
+    ChatMessage,
+    GenerationRequest,
+    RequestedTools,
+    TokenizeRequest,
+)
+from services.gateway.chat.prompts import PROMPT
+from services.gateway.http.bodies.fields import Body, FieldError, Strings
+from services.gateway.http.bodies.schema import ReasoningEffort, SampledBody, template_arguments
+from services.gateway.http.bodies.structured import OutputFormatBody, one_structure
+from services.gateway.http.bodies.tools import (
+    MAX_TOOLS,
+    Choice,
+    FunctionBody,
+    Name,
+    NamedChoiceBody,
+    NamedFunctionBody,
+    OtherTool,
+    ToolBody,
+    requested_tools,
+    tagged,
+)
+from services.gateway.http.bodies.unknown_fields import OF_PROMPTS, OF_REQUESTS
+from services.gateway.http.messages_api.blocks import Blocks, CachedBody, Messages, messages_of
+from services.gateway.workers.models.structures import STRUCTURE
+from services.model.structured.structure import Structure
+
+
+class CustomToolBody(CachedBody):
+    """A tool of the client, which is a function for the model."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def to_tool(self) -> ToolBody:
+        function = FunctionBody(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
+        return ToolBody(type="function", function=function)
+
+
+def _tagged(value: Any) -> str:
+    return tagged(value, own=("custom", "function"))
+
+
+Tool = Annotated[
+    Annotated[CustomToolBody, Tag("function_tool")] | OtherTool, Discriminator(_tagged)
+]
+
+
+class ToolChoiceBody(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "tool" and self.name is None:
+            raise FieldError("name", "a tool_choice of type tool needs name")
+        return self
+
+    def to_choice(self) -> Choice:
+        match self.type:
+            case "tool":
+                function = NamedFunctionBody(name=self.name or "")
+                return NamedChoiceBody(type="function", function=function)
+            case "any":
+                return "required"
+            case kind:
+                return kind
+
+
+class ThinkingBody(Body):
+    """`adaptive` and `between_tools` leave it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    def to_arguments(self) -> dict[str, Any]:
+        """The variables of chat templates: Qwen's and SmolLM's read the first, DeepSeek's and
+        Granite's the second."""
+        if self.type not in ("enabled", "disabled"):
+            return {}
+        return dict.fromkeys(("enable_thinking", "thinking"), self.type == "enabled")
+
+
+class OutputConfigBody(Body):
+    effort: ReasoningEffort | None = None
+    format: OutputFormatBody | None = None
+
+
+class PromptBody(CachedBody):
+    """The fields that make the prompt."""
+
+    model: str | None = None
+    messages: Messages
+    system: Blocks = Field(default=[])
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfigBody | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        for block in self.system:
+            if block.type != "text":
+                raise FieldError("system", f"system has a block of type {block.type}, not text")
+        self.requested_tools()
+        return self
+
+    @property
+    def names(self) -> dict[str, str]:
+        own = {PROMPT: "messages", "stop": "stop_sequences"}
+        has_format = self.output_config is not None and self.output_config.format is not None
+        return own | {STRUCTURE: "output_config.format"} if has_format else own
+
+    def requested_tools(self) -> RequestedTools | None:
+        tools = [each.to_tool() for each in self.tools or () if isinstance(each, CustomToolBody)]
+        choice = self.tool_choice
+        if choice is None:
+            return requested_tools(tools, None, None)
+        return requested_tools(tools, choice.to_choice(), not choice.disable_parallel_tool_use)
+
+    def prompt(self) -> tuple[ChatMessage, ...]:
+        return messages_of(self.system, self.messages)
+
+    def template_arguments(self) -> dict[str, Any]:
+        effort = self.output_config.effort if self.output_config else None
+        thinking = self.thinking.to_arguments() if self.thinking else {}
+        return thinking | template_arguments(self.chat_template_kwargs, effort)
+
+
+class CountTokensBody(PromptBody):
+    refused = OF_PROMPTS
+
+    def request(self) -> TokenizeRequest:
+        return TokenizeRequest(
+            self.prompt(),
+            self.model or "",
+            template_arguments=self.template_arguments(),
+            tools=self.requested_tools(),
+        )
+
+
+class MessagesBody(PromptBody, SampledBody):
+    refused = OF_REQUESTS | {"output_format": ()}
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """If the context leaves fewer tokens, the message ends with the context."""
+    stop_sequences: Strings | None = None
+
+    @model_validator(mode="after")
+    def _check_message(self) -> Self:
+        if self.messages[-1].role == "assistant":
+            text = "the last message is the assistant's, and Quire does not continue a message"
+            raise FieldError("messages", f"messages: {text}; end with a message of the user")
+        self.requested_structure()
+        return self
+
+    def requested_structure(self) -> Structure | None:
+        given = None if self.output_config is None else self.output_config.format
+        return one_structure("output_config.format", given, super().requested_structure())
+
+    @property
+    def num_logprobs(self) -> None:
+        return None
+
+    def sampling(self) -> dict[str, Any]:
+        return {
+            **super().sampling(),
+            "default_max_tokens": self.max_tokens,
+            "stop": (*self.stop, *(self.stop_sequences or ())),
+        }
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "template_arguments": self.template_arguments(),
+            "tools": self.requested_tools(),
+            "wants_parts": True,
+            # The first event of a stream has the number of the prompt's tokens.
+            "running_usage": bool(self.stream),
+        }
+
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
+        return [self.request(self.prompt(), request_id, timeout_s)]

@@ -1,0 +1,107 @@
+"""Tool calls and reasoning in /v1/messages; the workers generate the test's text."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from tests.integration.gateway.conftest import GatewayHarness
+
+from .conftest import TEXT, TOOLS, Script
+
+pytestmark = pytest.mark.usefixtures("script")
+
+CONTENT = [
+    {"type": "thinking", "thinking": "The user asks.", "signature": ""},
+    {"type": "text", "text": "Look:"},
+    {"type": "tool_use", "name": "get_weather", "input": {"city": "Genève"}},
+    {"type": "tool_use", "name": "get_time", "input": {}},
+]
+BODY: dict[str, Any] = {
+    "model": "toy",
+    "max_tokens": 500,
+    "messages": [{"role": "user", "content": "What is the weather?"}],
+    "stop_sequences": ["END"],
+    "tools": [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
+        for each in TOOLS
+    ],
+}
+
+
+@pytest.fixture
+async def http(harness: GatewayHarness) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(harness.gateway, harness.request_metrics)
+    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            yield http
+
+
+def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ids = [block["id"] for block in blocks if "id" in block]
+    assert len(set(ids)) == len(ids)
+    return [{name: block[name] for name in block if name != "id"} for block in blocks]
+
+
+async def test_a_message_has_thinking_text_and_calls(http: httpx.AsyncClient) -> None:
+    message = (await http.post("/v1/messages", json=BODY)).json()
+    assert without_ids(message["content"]) == CONTENT
+    assert message["stop_reason"] == "tool_use"
+
+
+async def test_a_stream_has_the_same_blocks_one_after_another(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/messages", json={**BODY, "stream": True})
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for line in answer.text.splitlines():
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data") else {}
+        match event.get("type"):
+            case "content_block_start":
+                assert not is_open
+                assert event["index"] == len(blocks)
+                is_open = True
+                blocks.append(event["content_block"])
+                if "input" in blocks[-1]:
+                    assert blocks[-1]["input"] == {}
+                    blocks[-1]["input"] = ""
+            case "content_block_delta":
+                assert is_open
+                name = {"text_delta": "text", "thinking_delta": "thinking"}
+                delta = event["delta"]
+                if delta["type"] == "input_json_delta":
+                    blocks[-1]["input"] += delta["partial_json"]
+                else:
+                    blocks[-1][name[delta["type"]]] += delta[name[delta["type"]]]
+            case "content_block_stop":
+                is_open = False
+    for block in blocks[2:]:
+        block["input"] = json.loads(block["input"])
+    assert without_ids(blocks) == CONTENT
+
+
+async def test_a_cut_call_ends_with_max_tokens(http: httpx.AsyncClient, script: Script) -> None:
+    body = {**BODY, "max_tokens": TEXT.index("Gen") + 3}
+    message = (await http.post("/v1/messages", json=body)).json()
+    assert (message["stop_reason"], message["content"][-1]["input"]) == ("max_tokens", {})
+
+
+async def test_a_whole_turn_goes_back(http: httpx.AsyncClient, script: Script) -> None:
+    first = (await http.post("/v1/messages", json=BODY)).json()
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "12 degrees"}
+        for block in first["content"]
+        if block["type"] == "tool_use"
+    ]
+    turn = [
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": results},
+    ]
+    script.text = "It is 12 degrees.END"
+    second = await http.post("/v1/messages", json={**BODY, "messages": BODY["messages"] + turn})
+    assert second.json()["content"] == [{"type": "text", "text": "It is 12 degrees."}]
+    assert second.json()["stop_reason"] == "stop_sequence"
