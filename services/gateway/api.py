@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from quire.types import Sampling, Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
@@ -32,6 +32,16 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 TemplateArguments = Mapping[str, Any]
 """Variables that a client sets for the chat template, in addition to the messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What is computed of a prompt that is too long."""
+
+    num_tokens: int
+    """The most tokens of the prompt; -1: as many as the model takes."""
+    side: Literal["left", "right"]
+    """The side of the prompt that is left out, as tokenizers call it."""
 
 
 class ToolChoice(StrEnum):
@@ -123,6 +133,8 @@ class GenerationRequest:
     """Deltas of a chat have the parts of its message, if the model's format is known."""
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
+    truncation: Truncation | None = None
+    """None: a prompt that is too long is refused."""
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
@@ -146,6 +158,7 @@ class EmbeddingRequest:
     """An embedding is not resumed: its client asks again."""
     resume_token: str = field(default_factory=new_resume_token, compare=False)
     add_special_tokens: bool = True
+    truncation: Truncation | None = None
     is_further: bool = False
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
 

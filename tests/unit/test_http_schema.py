@@ -14,9 +14,11 @@ from services.gateway.api import (
     RequestedSampling,
     RequestedTools,
     ToolChoice,
+    Truncation,
 )
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.embeddings import EmbeddingBody
 from services.runtime.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -289,3 +291,11 @@ def test_the_choice_of_tools_arrives(choice: Any, expected: tuple[ToolChoice, st
 async def test_number_of_thousands_of_digits_is_refused_by_its_field() -> None:
     body = b'{"prompt": "x", "max_tokens": ' + b"9" * 4300 + b"}"
     assert "max_tokens" in await problem(CompletionBody, body)
+
+
+def test_texts_are_truncated_at_the_side_that_their_use_needs_least() -> None:
+    cut: dict[str, Any] = {"truncate_prompt_tokens": 5}
+    assert chat(**cut).truncation == Truncation(5, "left")
+    assert chat(**cut, truncation_side="right").truncation == Truncation(5, "right")
+    (request,) = EmbeddingBody.model_validate({"input": "Hi", **cut}).requests("r")
+    assert request.truncation == Truncation(5, "right")

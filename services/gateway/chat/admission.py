@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from blockstore.records import PoolSpec
 from services.gateway.api import GenerationRequest
-from services.gateway.chat.prompts import PROMPT, check_token_ids, context_length, tokenize_prompt
+from services.gateway.chat.prompts import (
+    PROMPT,
+    check_token_ids,
+    context_length,
+    resolved,
+    tokenize_prompt,
+)
 from services.gateway.chat.sampling import resolve_sampling
 from services.gateway.chat.tools import form_of, parsing_of
 from services.gateway.checks import check_text, require
@@ -48,6 +54,9 @@ async def admit(
         *(request.template_arguments, request.tools),
         add_special_tokens=request.add_special_tokens,
         add_generation_prompt=request.add_generation_prompt,
+        truncation=resolved(
+            request.truncation, max(served.longest_request - (asked.max_tokens or 1), 1)
+        ),
     )
     require(bool(prompt), "the prompt is empty", PROMPT)
     most = served.model.config.generation.max_new_tokens

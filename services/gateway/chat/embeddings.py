@@ -2,7 +2,7 @@
 
 from services.gateway.api import EmbeddingRequest
 from services.gateway.chat.admission import MAX_SALT_CHARS
-from services.gateway.chat.prompts import PROMPT, context_length, tokenize_prompt
+from services.gateway.chat.prompts import PROMPT, context_length, resolved, tokenize_prompt
 from services.gateway.checks import check_text, require
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.request import Request
@@ -31,6 +31,7 @@ async def admit_embedding(
     prompt = await tokenize_prompt(
         *(asked.prompt, served.model, served.max_model_len),
         add_special_tokens=asked.add_special_tokens,
+        truncation=resolved(asked.truncation, served.longest_request),
     )
     require(bool(prompt), "the prompt is empty", PROMPT)
     pool = max(served.specs, key=lambda spec: spec.num_blocks * spec.block_size)

@@ -38,7 +38,8 @@ def open_output(
     received = asked.received or ()
     reports_prompt = asked.echo or request.prompt_logprobs is not None
     reports_prompt = reports_prompt and not any(each.token_ids for each in received)
-    reporter = PromptReporter(asked.prompt, prompt, model.tokenizer) if reports_prompt else None
+    shown = asked.prompt if asked.truncation is None else prompt
+    reporter = PromptReporter(shown, prompt, model.tokenizer) if reports_prompt else None
     sampling = asked.sampling
     sequences = [_sequence(index, request, sampling, model) for index in range(sampling.n)]
     output = request.output = Output(name, stats, sequences, meter, clock, reporter, rests)

@@ -7,13 +7,20 @@ refused after the part that fills the context, not after all of it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from pydantic_core import to_json
 
-from services.gateway.api import ChatMessage, Prompt, RequestedTools, TemplateArguments, ToolChoice
+from services.gateway.api import (
+    ChatMessage,
+    Prompt,
+    RequestedTools,
+    TemplateArguments,
+    ToolChoice,
+    Truncation,
+)
 from services.gateway.chat.conversations import fitted
 from services.gateway.workers.models.catalog import Model
 from services.runtime.errors import InvalidRequest, PromptTooLong
@@ -48,6 +55,7 @@ async def tokenize_prompt(
     *,
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
+    truncation: Truncation | None = None,
 ) -> tuple[int, ...]:
     """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
     every text, such as BOS, or none.
@@ -59,14 +67,38 @@ async def tokenize_prompt(
     """
     if isinstance(prompt, str):
         encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
-        work = partial(_encode, prompt, model, max_model_len, encode)
+        if truncation is not None:
+            cut = truncation.num_tokens, truncation.side
+            encode = partial(
+                model.tokenizer.encode_cut, *cut, add_special_tokens=add_special_tokens
+            )
+        work = partial(_encode, prompt, model, max_model_len, encode, truncation)
     else:
         definitions = _shown(tools, model)
         chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
-        work = partial(_token_ids, prompt, model, max_model_len, chat)
+        work = partial(_token_ids, prompt, model, max_model_len, chat, truncation)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def resolved(asked: Truncation | None, most: int) -> Truncation | None:
+    """The truncation with its number of tokens, at most `most`. Raises InvalidRequest."""
+    if asked is None:
+        return None
+    number = most if asked.num_tokens == -1 else asked.num_tokens
+    if not 0 < number <= most:
+        name = "truncate_prompt_tokens"
+        text = f"{name} is {asked.num_tokens}, not -1 or in [1, {most}]"
+        raise InvalidRequest(f"{text}, the tokens that a prompt of this request may have", name)
+    return replace(asked, num_tokens=number)
+
+
+def _cut(token_ids: tuple[int, ...], truncation: Truncation | None) -> tuple[int, ...]:
+    if truncation is None:
+        return token_ids
+    number = truncation.num_tokens
+    return token_ids[-number:] if truncation.side == "left" else token_ids[:number]
 
 
 def _shown(tools: RequestedTools | None, model: Model) -> Sequence[Mapping[str, Any]]:
@@ -121,15 +153,22 @@ class ChatOptions:
 
 
 def _token_ids(
-    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
+    prompt: Prompt,
+    model: Model,
+    max_model_len: int,
+    options: ChatOptions,
+    truncation: Truncation | None,
 ) -> tuple[int, ...]:
     if messages := _messages(prompt):
-        if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
+        if (
+            truncation is None
+            and _num_chars(prompt) > max_model_len * model.tokenizer.longest_token
+        ):
             raise prompt_too_long(f"more than {max_model_len}", max_model_len)
         text, hidden = _render(messages, model, options)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
-        return _encode(text, model, max_model_len, encode)
-    token_ids = cast("tuple[int, ...]", prompt)
+        return _cut(_encode(text, model, max_model_len, encode, truncation), truncation)
+    token_ids = _cut(cast("tuple[int, ...]", prompt), truncation)
     if len(token_ids) > max_model_len:  # before each is checked
         raise prompt_too_long(str(len(token_ids)), max_model_len)
     check_token_ids("prompt", token_ids, model.config.vocab_size)
@@ -168,19 +207,29 @@ def _render(
 
 
 def _encode(
-    text: str, model: Model, max_model_len: int, encode: Callable[[str], tuple[int, ...]]
+    text: str,
+    model: Model,
+    max_model_len: int,
+    encode: Callable[[str], tuple[int, ...]],
+    truncation: Truncation | None,
 ) -> tuple[int, ...]:
-    """Tokenizes `text`; tokenizes prefixes of a long text first, each twice as long as the last.
+    """Tokenizes `text`; tokenizes prefixes of a long text first, each twice as long as the last, or
+    suffixes if the truncation leaves out the left side.
 
     Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
-    the context, plus 64, proves that the whole text does not fit.
+    the context, plus 64, proves that the whole text does not fit, and has all tokens that are left
+    of a truncated text.
     """
     surely_too_many = max_model_len + max_model_len // 10 + 64
+    is_left = truncation is not None and truncation.side == "left"
     look = _FIRST_LOOK_CHARS
     while look < len(text):
-        num_seen = len(model.tokenizer.encode(text[:look], add_special_tokens=False))
-        if num_seen > surely_too_many:
-            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+        part = text[-look:] if is_left else text[:look]
+        if len(model.tokenizer.encode(part, add_special_tokens=False)) > surely_too_many:
+            if truncation is None:
+                raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+            text = part
+            break
         look *= 2
     token_ids = encode(text)
     if token_ids and max(token_ids) >= model.config.vocab_size:

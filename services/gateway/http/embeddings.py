@@ -8,15 +8,16 @@ from pydantic import Field
 
 from services.gateway.api import Embedding, EmbeddingRequest
 from services.gateway.chat.prompts import PROMPT
-from services.gateway.http.bodies.fields import Body, Inputs
+from services.gateway.http.bodies.fields import Inputs, TruncatedBody
 from services.gateway.http.bodies.unknown_fields import OF_PROMPTS
 
 AT_ONCE = 64
 """Inputs of one body that wait or run at a time: the rest does not fill the queue."""
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(TruncatedBody):
     refused = OF_PROMPTS
+    default_side = "right"
 
     input: Inputs
     model: str | None = None
@@ -45,6 +46,7 @@ class EmbeddingBody(Body):
                 cache_salt=self.cache_salt or "",
                 timeout_s=timeout_s,
                 add_special_tokens=self.add_special_tokens is not False,
+                truncation=self.truncation,
                 is_further=index > 0,
             )
             for index, prompt in enumerate(self.input)

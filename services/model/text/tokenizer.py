@@ -78,6 +78,18 @@ class Tokenizer:
         encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
+    def encode_cut(
+        self, num_tokens: int, side: str, text: str, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """The same with at most `num_tokens` tokens, of which those of the text at `side` (left or
+        right) are left out, and no special token."""
+        encoding = encoding_of(self._tokenizer, text)
+        if add_special_tokens:
+            num_tokens -= self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        encoding.truncate(max(num_tokens, 0), direction=side)
+        whole = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
+        return tuple(whole.ids)
+
     def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
         """The token ids of a rendered chat. `hidden` is the text that `special.hide` has hidden in
         its messages. Raises InvalidRequest."""

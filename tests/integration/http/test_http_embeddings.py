@@ -56,7 +56,8 @@ async def test_every_form_of_input(
         ({"input": ["a"] * 2049}, "input: 2049 prompts, at most 2048"),
         ({"input": "a", "dimensions": 0}, "dimensions: Input should be greater than or equal to 1"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format: Input should be"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
+        ({"input": "a", "truncate_prompt_tokens": "5"}, "truncate_prompt_tokens: Input should be"),
+        ({"input": "a", "truncation_side": "middle"}, "truncation_side: Input should be 'left'"),
     ],
 )
 async def test_a_bad_body_is_refused(

@@ -7,7 +7,7 @@ a whole. So even a large body causes few errors.
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from services.gateway.api import Truncation
 from services.gateway.http.bodies.unknown_fields import EMPTY, without_ignored
 
 
@@ -127,6 +128,22 @@ class TypedBody(Body):
         if missing:
             raise ValueError(f"each {self.noun} of type {self.kind} needs {', '.join(missing)}")
         return self
+
+
+class TruncatedBody(Body):
+    """A body whose prompts may be truncated, by vLLM's fields."""
+
+    default_side: ClassVar[Literal["left", "right"]] = "left"
+    """As vLLM's: a text is continued from its end, and embedded from its beginning."""
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    @property
+    def truncation(self) -> Truncation | None:
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or self.default_side)
 
 
 @cache

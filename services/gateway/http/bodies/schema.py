@@ -27,6 +27,7 @@ from services.gateway.http.bodies.fields import (
     StreamOptions,
     Strings,
     Texts,
+    TruncatedBody,
 )
 from services.gateway.http.bodies.messages import Messages
 from services.gateway.http.bodies.structured import (
@@ -130,7 +131,7 @@ _SAMPLING -= {"structured_outputs"}
 """The sampling parameters of every body."""
 
 
-class GenerationBody(SampledBody):
+class GenerationBody(SampledBody, TruncatedBody):
     """The fields that the bodies of both completion endpoints have."""
 
     max_tokens: int | None = None
@@ -201,7 +202,11 @@ class GenerationBody(SampledBody):
         return False
 
     def options(self) -> dict[str, Any]:
-        return {"echo": self.echoes, "running_usage": self.running_usage}
+        return {
+            "echo": self.echoes,
+            "running_usage": self.running_usage,
+            "truncation": self.truncation,
+        }
 
     def sampling(self) -> dict[str, Any]:
         return {
