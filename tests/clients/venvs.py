@@ -13,6 +13,7 @@ CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
 
 REQUIREMENTS = {
     "anthropic": ("anthropic==2.14.0",),
+    "cohere": ("cohere==7.3.1",),
     "openai": ("openai==3.54.0",),
     "langchain-openai": ("langchain-openai==1.6.7",),
     # litellm's `responses` imports mcp, which it does not require.

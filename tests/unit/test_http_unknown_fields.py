@@ -10,6 +10,7 @@ from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.embeddings import EmbeddingBody
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.scoring import RerankBody, ScoreBody
 from services.gateway.http.tokens import TokenizeBody
 from services.runtime.errors import InvalidRequest
 
@@ -22,6 +23,8 @@ BODIES: list[tuple[type[Any], dict[str, Any]]] = [
     (TokenizeBody, {"prompt": "Hi"}),
     (MessagesBody, CHAT | {"max_tokens": 9}),
     (CountTokensBody, CHAT),
+    (RerankBody, {"query": "Hi", "documents": ["you"]}),
+    (ScoreBody, {"text_1": "Hi", "text_2": "you"}),
 ]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 

@@ -58,6 +58,7 @@ from services.gateway.http.middleware.other_sites import OtherSites
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.responses_api.answer import ResponseAnswer
 from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.scoring import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
 from services.gateway.http.tokens import TokenEndpoints
 from services.runtime.errors import InvalidRequest, UnknownModel
 from services.runtime.exposition import exposition
@@ -70,7 +71,16 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 
 VERSION = version("quire-serve")
 
-Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody, EmbeddingBody)
+Body = TypeVar(
+    "Body",
+    bound=CompletionBody
+    | ChatBody
+    | ResponsesBody
+    | MessagesBody
+    | EmbeddingBody
+    | ScoreBody
+    | RerankBody,
+)
 CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 
@@ -102,6 +112,8 @@ def create_app(
             Route("/v1/messages", endpoints.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_tokens, methods=["POST"]),
             Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+            *(Route(path, endpoints.score, methods=["POST"]) for path in SCORE_PATHS),
+            *(Route(path, endpoints.rerank, methods=["POST"]) for path in RERANK_PATHS),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -185,12 +197,23 @@ class _Endpoints:
         return EventStream(events, answer.error_event, ping_s, is_named=True, **stream)
 
     async def embeddings(self, request: Request) -> Response:
-        body, name, timeout_s = await self._read(request, EmbeddingBody)
+        return await self._pooled(request, EmbeddingBody)
+
+    async def score(self, request: Request) -> Response:
+        return await self._pooled(request, ScoreBody)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._pooled(request, RerankBody)
+
+    async def _pooled(
+        self, request: Request, kind: type[EmbeddingBody | ScoreBody | RerankBody]
+    ) -> Response:
+        body, name, timeout_s = await self._read(request, kind)
         requests = body.requests(name, timeout_s)
 
         async def answer() -> JSON:
             found = await in_order(self._generator.embed, requests, AT_ONCE)
-            return body.answer(found, self._model(body.model)())
+            return body.answer(found, name, self._model(body.model)())
 
         return await _whole(request, answer())
 

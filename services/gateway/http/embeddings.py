@@ -2,6 +2,7 @@
 
 import base64
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,45 +16,65 @@ AT_ONCE = 64
 """Inputs of one body that wait or run at a time: the rest does not fill the queue."""
 
 
-class EmbeddingBody(TruncatedBody):
+class PooledBody(TruncatedBody):
+    """The fields of every request for embeddings of texts."""
+
     refused = OF_PROMPTS
     default_side = "right"
 
-    input: Inputs
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool | None = None
-
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
 
-    @property
-    def names(self) -> dict[str, str]:
-        return {PROMPT: "input"}
+    def inputs(self) -> Sequence[str | tuple[int, ...]]:
+        raise NotImplementedError
+
+    def embedding_options(self) -> dict[str, Any]:
+        return {}
 
     def requests(self, request_id: str, timeout_s: float | None = None) -> list[EmbeddingRequest]:
         """One request for each input, in order."""
-        is_one = len(self.input) == 1
+        inputs = self.inputs()
         return [
             EmbeddingRequest(
                 prompt,
-                request_id if is_one else f"{request_id}-{index}",
+                request_id if len(inputs) == 1 else f"{request_id}-{index}",
                 self.model or "",
-                self.dimensions,
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
                 timeout_s=timeout_s,
                 add_special_tokens=self.add_special_tokens is not False,
                 truncation=self.truncation,
                 is_further=index > 0,
+                **self.embedding_options(),
             )
-            for index, prompt in enumerate(self.input)
+            for index, prompt in enumerate(inputs)
         ]
 
-    def answer(self, embeddings: list[Embedding], model: str) -> dict[str, Any]:
-        num_tokens = sum(each.usage.num_prompt_tokens for each in embeddings)
+
+def usage_of(embeddings: Sequence[Embedding]) -> dict[str, int]:
+    num_tokens = sum(each.usage.num_prompt_tokens for each in embeddings)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+class EmbeddingBody(PooledBody):
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {PROMPT: "input"}
+
+    def inputs(self) -> Sequence[str | tuple[int, ...]]:
+        return self.input
+
+    def embedding_options(self) -> dict[str, Any]:
+        return {"dimensions": self.dimensions}
+
+    def answer(self, embeddings: list[Embedding], _answer_id: str, model: str) -> dict[str, Any]:
         encode = _base64 if self.encoding_format == "base64" else list
         return {
             "object": "list",
@@ -62,7 +83,7 @@ class EmbeddingBody(TruncatedBody):
                 for index, each in enumerate(embeddings)
             ],
             "model": model,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "usage": usage_of(embeddings),
         }
 
 

@@ -13,6 +13,7 @@ from services.gateway.http.embeddings import EmbeddingBody
 from services.gateway.http.failures import ANTHROPIC_PATHS
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.scoring import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
 from services.gateway.http.tokens import DetokenizeBody, TokenizeBody
 
 _REFERENCES = "#/components/schemas/{model}"
@@ -27,6 +28,8 @@ _OPERATIONS: tuple[tuple[str, type[BaseModel], Any, str, bool], ...] = (
         *("Counts the tokens of a chat", False),
     ),
     ("/v1/embeddings", EmbeddingBody, answer_schema.Embeddings, "Embeds texts", False),
+    *((path, ScoreBody, answer_schema.Scores, "Compares texts", False) for path in SCORE_PATHS),
+    *((path, RerankBody, answer_schema.Ranks, "Sorts texts", False) for path in RERANK_PATHS),
     ("/tokenize", TokenizeBody, answer_schema.Tokens, "Tokenizes text or a chat", False),
     ("/detokenize", DetokenizeBody, answer_schema.Text, "Decodes tokens to text", False),
 )

@@ -40,6 +40,7 @@ class FakeGenerator:
         self.error: Exception | None = None
         self.error_at = 0
         self.embedding_requests: list[EmbeddingRequest] = []
+        self.vectors: dict[object, tuple[float, ...]] = {}
         self.pause_at: int | None = None
         self.delay_s = 0.0
         self.is_endless = False
@@ -100,7 +101,8 @@ class FakeGenerator:
         async with self.generate(GenerationRequest(request.prompt)) as deltas:
             *_, last = [delta async for delta in deltas]
         assert last.usage is not None
-        return Embedding(request.request_id, (0.6, -0.8), last.usage)
+        values = self.vectors.get(request.prompt, (0.6, -0.8))
+        return Embedding(request.request_id, values, last.usage)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:

@@ -63,6 +63,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": [[1, 2], [3]], "encoding_format": "base64"}),
     ("/v1/messages", {**HI, "max_tokens": 9, "system": "x", "tools": [{"type": "web_search"}]}),
     ("/v1/messages/count_tokens", {**HI, "cache_control": {"type": "ephemeral"}, "new": 1}),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 3}),
+    ("/v2/rerank", {"query": "a", "documents": ["b", {"text": "c", "id": 1}], "top_n": 1}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/tokenize", HI),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -98,6 +100,7 @@ async def test_bodies_and_answers_fit_the_document(
         ("/v1/messages", HI),
         ("/v1/messages", {**HI, "max_tokens": 9, "output_format": {"type": "json_schema"}}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}),
         ("/detokenize", {"tokens": ["x"]}),
     ],
 )

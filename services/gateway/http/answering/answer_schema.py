@@ -223,6 +223,34 @@ class Embeddings(_Exact):
     usage: EmbeddingUsage
 
 
+class Score(_Exact):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(_Exact):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Rank(_Exact):
+    index: int
+    document: NotRequired[dict[str, str]]
+    relevance_score: float
+
+
+class Ranks(_Exact):
+    id: str
+    model: str
+    results: list[Rank]
+    usage: EmbeddingUsage
+
+
 class Tokens(_Exact):
     count: int
     max_model_len: int
