@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from quire.types import Sampling, Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
@@ -34,8 +34,7 @@ TemplateArguments = Mapping[str, Any]
 """Variables that a client sets for the chat template, in addition to the messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
+class Truncation(NamedTuple):
     """What is computed of a prompt that is too long."""
 
     num_tokens: int

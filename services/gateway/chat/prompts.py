@@ -7,7 +7,7 @@ refused after the part that fills the context, not after all of it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -66,17 +66,14 @@ async def tokenize_prompt(
     Raises InvalidRequest or PromptTooLong.
     """
     if isinstance(prompt, str):
-        encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
-        if truncation is not None:
-            cut = truncation.num_tokens, truncation.side
-            encode = partial(
-                model.tokenizer.encode_cut, *cut, add_special_tokens=add_special_tokens
-            )
+        encode = partial(
+            model.tokenizer.encode, add_special_tokens=add_special_tokens, cut=truncation
+        )
         work = partial(_encode, prompt, model, max_model_len, encode, truncation)
     else:
         definitions = _shown(tools, model)
-        chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
-        work = partial(_token_ids, prompt, model, max_model_len, chat, truncation)
+        chat = ChatOptions(arguments or {}, definitions, add_generation_prompt, truncation)
+        work = partial(_token_ids, prompt, model, max_model_len, chat)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
@@ -91,7 +88,7 @@ def resolved(asked: Truncation | None, most: int) -> Truncation | None:
         name = "truncate_prompt_tokens"
         text = f"{name} is {asked.num_tokens}, not -1 or in [1, {most}]"
         raise InvalidRequest(f"{text}, the tokens that a prompt of this request may have", name)
-    return replace(asked, num_tokens=number)
+    return asked._replace(num_tokens=number)
 
 
 def _cut(token_ids: tuple[int, ...], truncation: Truncation | None) -> tuple[int, ...]:
@@ -145,29 +142,25 @@ def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How the chat template renders a chat."""
+    """How the chat template renders a chat, and how much of it is computed."""
 
     arguments: TemplateArguments
     tools: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool
+    truncation: Truncation | None
 
 
 def _token_ids(
-    prompt: Prompt,
-    model: Model,
-    max_model_len: int,
-    options: ChatOptions,
-    truncation: Truncation | None,
+    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
 ) -> tuple[int, ...]:
+    truncation = options.truncation
     if messages := _messages(prompt):
-        if (
-            truncation is None
-            and _num_chars(prompt) > max_model_len * model.tokenizer.longest_token
-        ):
+        is_long = _num_chars(prompt) > max_model_len * model.tokenizer.longest_token
+        if is_long and truncation is None:
             raise prompt_too_long(f"more than {max_model_len}", max_model_len)
         text, hidden = _render(messages, model, options)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
-        return _cut(_encode(text, model, max_model_len, encode, truncation), truncation)
+        return _encode(text, model, max_model_len, encode, truncation)
     token_ids = _cut(cast("tuple[int, ...]", prompt), truncation)
     if len(token_ids) > max_model_len:  # before each is checked
         raise prompt_too_long(str(len(token_ids)), max_model_len)
@@ -221,7 +214,7 @@ def _encode(
     of a truncated text.
     """
     surely_too_many = max_model_len + max_model_len // 10 + 64
-    is_left = truncation is not None and truncation.side == "left"
+    is_left = truncation and truncation.side == "left"
     look = _FIRST_LOOK_CHARS
     while look < len(text):
         part = text[-look:] if is_left else text[:look]
@@ -231,7 +224,7 @@ def _encode(
             text = part
             break
         look *= 2
-    token_ids = encode(text)
+    token_ids = _cut(encode(text), truncation)
     if token_ids and max(token_ids) >= model.config.vocab_size:
         raise InvalidRequest(
             f"the prompt has token {max(token_ids)}, and the model's vocabulary only "

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
-from services.gateway.api import GenerationRequest, Generator, ServedModel
+from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answering.answer import Answer
 from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
 from services.gateway.http.answering.in_order import in_order
@@ -35,8 +35,8 @@ from services.gateway.http.answering.sending import (
     unless_disconnected,
 )
 from services.gateway.http.bodies.reading import read_body
-from services.gateway.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody, SampledBody
+from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody, PooledBody
 from services.gateway.http.failures import (
     ANTHROPIC_VERSION,
     PARAM_NAMES,
@@ -46,7 +46,7 @@ from services.gateway.http.failures import (
     error_body,
     refusal_of,
 )
-from services.gateway.http.messages_api.answer import PING, MessageAnswer
+from services.gateway.http.messages_api.answer import MessageAnswer
 from services.gateway.http.messages_api.body import MessagesBody
 from services.gateway.http.middleware.authentication import Authentication
 from services.gateway.http.middleware.body_limits import (
@@ -58,7 +58,7 @@ from services.gateway.http.middleware.other_sites import OtherSites
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.responses_api.answer import ResponseAnswer
 from services.gateway.http.responses_api.body import ResponsesBody
-from services.gateway.http.scoring import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
+from services.gateway.http.scoring import POOLED, RerankBody, ScoreBody
 from services.gateway.http.tokens import TokenEndpoints
 from services.runtime.errors import InvalidRequest, UnknownModel
 from services.runtime.exposition import exposition
@@ -71,16 +71,8 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 
 VERSION = version("quire-serve")
 
-Body = TypeVar(
-    "Body",
-    bound=CompletionBody
-    | ChatBody
-    | ResponsesBody
-    | MessagesBody
-    | EmbeddingBody
-    | ScoreBody
-    | RerankBody,
-)
+Body = TypeVar("Body", bound=SampledBody | PooledBody)
+MessageBody = TypeVar("MessageBody", ResponsesBody, MessagesBody)
 CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 
@@ -111,9 +103,10 @@ def create_app(
             Route("/v1/responses", endpoints.responses, methods=["POST"]),
             Route("/v1/messages", endpoints.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_tokens, methods=["POST"]),
-            Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
-            *(Route(path, endpoints.score, methods=["POST"]) for path in SCORE_PATHS),
-            *(Route(path, endpoints.rerank, methods=["POST"]) for path in RERANK_PATHS),
+            *(
+                Route(path, partial(endpoints.pooled, kind=kind), methods=["POST"])
+                for path, kind in POOLED.items()
+            ),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -172,42 +165,30 @@ class _Endpoints:
         return await self._answer(request, ChatBody, CHAT_FORMAT)
 
     async def responses(self, request: Request) -> Response:
-        body, name, timeout_s = await self._read(request, ResponsesBody)
-        answer = ResponseAnswer(body, name, self._model(body.model))
-        return await self._message(request, body, answer, body.requests(name, timeout_s))
+        return await self._message(request, ResponsesBody, ResponseAnswer)
 
     async def messages(self, request: Request) -> Response:
-        body, name, timeout_s = await self._read(request, MessagesBody)
-        answer = MessageAnswer(body, name, self._model(body.model))
-        return await self._message(request, body, answer, body.requests(name, timeout_s), ping=PING)
+        return await self._message(request, MessagesBody, MessageAnswer)
 
     async def _message(
         self,
         request: Request,
-        body: ResponsesBody | MessagesBody,
-        answer: ResponseAnswer | MessageAnswer,
-        requests: Sequence[GenerationRequest],
-        **stream: bytes,
+        kind: type[MessageBody],
+        form: Callable[[MessageBody, str, Callable[[], str]], ResponseAnswer | MessageAnswer],
     ) -> Response:
-        """The answer as a whole, or as a stream of named events."""
-        deltas = merged(list(map(self._generator.generate, requests)))
+        """One message, as a whole or as a stream of named events."""
+        body, name, timeout_s = await self._read(request, kind)
+        answer = form(body, name, self._model(body.model))
+        deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
         if not body.stream:
             return await _whole(request, answer.whole(deltas))
         events, ping_s = answer.parts(deltas), self._stream_ping_s
-        return EventStream(events, answer.error_event, ping_s, is_named=True, **stream)
+        return EventStream(events, answer.error_event, ping_s, is_named=True, ping=answer.ping)
 
-    async def embeddings(self, request: Request) -> Response:
-        return await self._pooled(request, EmbeddingBody)
-
-    async def score(self, request: Request) -> Response:
-        return await self._pooled(request, ScoreBody)
-
-    async def rerank(self, request: Request) -> Response:
-        return await self._pooled(request, RerankBody)
-
-    async def _pooled(
+    async def pooled(
         self, request: Request, kind: type[EmbeddingBody | ScoreBody | RerankBody]
     ) -> Response:
+        """The answer that needs the embeddings of several texts."""
         body, name, timeout_s = await self._read(request, kind)
         requests = body.requests(name, timeout_s)
 

@@ -23,16 +23,18 @@ class PooledBody(TruncatedBody):
     default_side = "right"
 
     model: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        return {PROMPT: "documents"}
+
     def inputs(self) -> Sequence[str | tuple[int, ...]]:
         raise NotImplementedError
-
-    def embedding_options(self) -> dict[str, Any]:
-        return {}
 
     def requests(self, request_id: str, timeout_s: float | None = None) -> list[EmbeddingRequest]:
         """One request for each input, in order."""
@@ -42,13 +44,13 @@ class PooledBody(TruncatedBody):
                 prompt,
                 request_id if len(inputs) == 1 else f"{request_id}-{index}",
                 self.model or "",
+                self.dimensions,
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
                 timeout_s=timeout_s,
                 add_special_tokens=self.add_special_tokens is not False,
                 truncation=self.truncation,
                 is_further=index > 0,
-                **self.embedding_options(),
             )
             for index, prompt in enumerate(inputs)
         ]
@@ -62,7 +64,6 @@ def usage_of(embeddings: Sequence[Embedding]) -> dict[str, int]:
 class EmbeddingBody(PooledBody):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -70,9 +71,6 @@ class EmbeddingBody(PooledBody):
 
     def inputs(self) -> Sequence[str | tuple[int, ...]]:
         return self.input
-
-    def embedding_options(self) -> dict[str, Any]:
-        return {"dimensions": self.dimensions}
 
     def answer(self, embeddings: list[Embedding], _answer_id: str, model: str) -> dict[str, Any]:
         encode = _base64 if self.encoding_format == "base64" else list

@@ -26,9 +26,6 @@ ANTHROPIC_VERSION = "anthropic-version"
 """The header that every client of Anthropic's API sends, also to the paths of both APIs."""
 PARAM_NAMES = "param_names"
 """The entry of a request's state with its body's names of parameters."""
-_SHOWN_ID = "shown_id"
-"""The entry of a request's state with the id that its client gets."""
-_ANTHROPIC_ID_HEADER = "Request-Id"
 _MAX_REQUEST_ID_LENGTH = 128
 
 _CODES = {
@@ -76,15 +73,14 @@ def anthropic_error(
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-def _form_of(scope: Scope) -> ErrorForm:
-    if is_anthropic(scope):
-        return partial(anthropic_error, scope["state"][_SHOWN_ID])
-    return openai_error
-
-
-def is_anthropic(scope: Scope) -> bool:
+def _is_anthropic(scope: Scope) -> bool:
     """Whether a client of Anthropic's API sent the request."""
     return scope["path"].startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in Headers(scope=scope)
+
+
+def _form_of(scope: Scope) -> ErrorForm:
+    request_id = scope["state"]["request_id"]
+    return partial(anthropic_error, request_id) if _is_anthropic(scope) else openai_error
 
 
 def error_body(error: Exception, form: ErrorForm = openai_error) -> dict[str, Any]:
@@ -154,9 +150,8 @@ class RequestIdAndErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         drawn, given = secrets.token_hex(12), _given_request_id(scope)
-        state = scope.setdefault("state", {})
-        state["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
-        state[_SHOWN_ID] = given or drawn
+        request_id = f"{given}-{drawn[:8]}" if given else drawn
+        scope.setdefault("state", {})["request_id"] = request_id
         bind_traceparent(Headers(scope=scope).get(TRACEPARENT, ""))
         started = False
 
@@ -164,9 +159,10 @@ class RequestIdAndErrors:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = given or drawn
-                if is_anthropic(scope):
-                    MutableHeaders(scope=message)[_ANTHROPIC_ID_HEADER] = given or drawn
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = given or drawn
+                if _is_anthropic(scope):
+                    headers["Request-Id"] = request_id
             await send(message)
 
         try:
@@ -176,9 +172,8 @@ class RequestIdAndErrors:
         except Exception as error:
             if started:
                 raise
-            names = scope["state"].get(PARAM_NAMES, {})
-            answer = error_response(error, names, _form_of(scope))
-            await answer(scope, receive, send_with_id)
+            names, form = scope["state"].get(PARAM_NAMES, {}), _form_of(scope)
+            await error_response(error, names, form)(scope, receive, send_with_id)
 
 
 def _given_request_id(scope: Scope) -> str | None:

@@ -13,23 +13,23 @@ from services.gateway.http.embeddings import EmbeddingBody
 from services.gateway.http.failures import ANTHROPIC_PATHS
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.responses_api.body import ResponsesBody
-from services.gateway.http.scoring import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
+from services.gateway.http.scoring import POOLED, RerankBody, ScoreBody
 from services.gateway.http.tokens import DetokenizeBody, TokenizeBody
 
 _REFERENCES = "#/components/schemas/{model}"
 
+_POOLED = {
+    EmbeddingBody: (answer_schema.Embeddings, "Embeds texts"),
+    ScoreBody: (answer_schema.Scores, "Compares texts"),
+    RerankBody: (answer_schema.Ranks, "Sorts texts"),
+}
 _OPERATIONS: tuple[tuple[str, type[BaseModel], Any, str, bool], ...] = (
     ("/v1/chat/completions", ChatBody, answer_schema.ChatCompletion, "Answers a chat", True),
     ("/v1/completions", CompletionBody, answer_schema.TextCompletion, "Continues a text", True),
     ("/v1/responses", ResponsesBody, answer_schema.Response, "Answers a chat", True),
     ("/v1/messages", MessagesBody, answer_schema.AnthropicMessage, "Answers a chat", True),
-    (
-        *("/v1/messages/count_tokens", CountTokensBody, answer_schema.InputTokens),
-        *("Counts the tokens of a chat", False),
-    ),
-    ("/v1/embeddings", EmbeddingBody, answer_schema.Embeddings, "Embeds texts", False),
-    *((path, ScoreBody, answer_schema.Scores, "Compares texts", False) for path in SCORE_PATHS),
-    *((path, RerankBody, answer_schema.Ranks, "Sorts texts", False) for path in RERANK_PATHS),
+    ("/v1/messages/count_tokens", CountTokensBody, answer_schema.InputTokens, "Counts", False),
+    *((path, kind, *_POOLED[kind], False) for path, kind in POOLED.items()),
     ("/tokenize", TokenizeBody, answer_schema.Tokens, "Tokenizes text or a chat", False),
     ("/detokenize", DetokenizeBody, answer_schema.Text, "Decodes tokens to text", False),
 )

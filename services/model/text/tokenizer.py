@@ -69,26 +69,23 @@ class Tokenizer:
         """The bytes of the longest token, so that no token has more characters than this."""
         return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, cut: tuple[int, str] | None = None
+    ) -> tuple[int, ...]:
         """The token ids of `text`. `add_special_tokens` is False for a rendered chat, which has its
-        special tokens already.
+        special tokens already. `cut` is the most tokens, and the side (left or right) at which
+        tokens of the text are left out, but no special ones.
 
         Raises InvalidRequest if the text contains a lone surrogate.
         """
-        encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
-
-    def encode_cut(
-        self, num_tokens: int, side: str, text: str, *, add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        """The same with at most `num_tokens` tokens, of which those of the text at `side` (left or
-        right) are left out, and no special token."""
-        encoding = encoding_of(self._tokenizer, text)
+        if cut is None:
+            encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
+            return tuple(encoding.ids)
+        encoding, (most, side) = encoding_of(self._tokenizer, text), cut
         if add_special_tokens:
-            num_tokens -= self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        encoding.truncate(max(num_tokens, 0), direction=side)
-        whole = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
-        return tuple(whole.ids)
+            most -= self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        encoding.truncate(max(most, 0), direction=side)
+        return tuple(self._tokenizer.post_process(encoding, None, add_special_tokens).ids)
 
     def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
         """The token ids of a rendered chat. `hidden` is the text that `special.hide` has hidden in

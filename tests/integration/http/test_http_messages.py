@@ -80,7 +80,7 @@ async def test_events_of_a_stream_come_in_order(http: httpx.AsyncClient) -> None
         "message_stop",
     ]
     start, *_, last, _ = events
-    assert start["message"]["usage"] == {**USAGE, "output_tokens": 0}
+    assert start["message"]["usage"] == {**USAGE, "output_tokens": 1}
     assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
     assert (last["delta"]["stop_reason"], last["usage"]) == ("stop_sequence", USAGE)
 
@@ -213,7 +213,7 @@ async def test_tokens_are_counted_as_they_would_be_computed(
         ({"system": [{"type": "text"}]}, "each block of type text needs text"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: Field required"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "should be 'custom'"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "a tool_choice of type tool needs"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "each tool_choice of type tool needs"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "'g' is not one of"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"cache_control": {"type": "persistent"}}, "cache_control.type: Input should be"),

@@ -179,14 +179,9 @@ class Response(TypedDict):
     usage: dict[str, Any] | None
 
 
-class AnthropicError(_Exact):
-    type: str
-    message: str
-
-
 class AnthropicFailure(_Exact):
     type: Literal["error"]
-    error: AnthropicError
+    error: dict[str, str]
     request_id: str
 
 
@@ -223,31 +218,19 @@ class Embeddings(_Exact):
     usage: EmbeddingUsage
 
 
-class Score(_Exact):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
 class Scores(_Exact):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
+    data: list[dict[str, Any]]
     usage: EmbeddingUsage
-
-
-class Rank(_Exact):
-    index: int
-    document: NotRequired[dict[str, str]]
-    relevance_score: float
 
 
 class Ranks(_Exact):
     id: str
     model: str
-    results: list[Rank]
+    results: list[dict[str, Any]]
     usage: EmbeddingUsage
 
 

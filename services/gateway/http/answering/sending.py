@@ -28,6 +28,9 @@ class Json(Response):
         return to_json(content)
 
 
+COMMENT = b": ping\n\n"
+
+
 class EventStream(Response):
     """Sends each of `events` as it comes, and then `[DONE]`. If `is_named`, each event is named by
     its type, as in OpenAI's Responses API and in Anthropic's, and there is no `[DONE]`.
@@ -49,7 +52,7 @@ class EventStream(Response):
         ping_s: float,
         *,
         is_named: bool = False,
-        ping: bytes = b": ping\n\n",
+        ping: bytes = COMMENT,
     ) -> None:
         self.status_code = 200
         self.background = None

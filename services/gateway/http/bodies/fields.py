@@ -105,8 +105,11 @@ class TypedBody(Body):
     needed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The fields that an object of each type has, beside those that every object may have."""
     noun: ClassVar[str] = "object"
+    default_type: ClassVar[str] = ""
 
-    @field_validator("type", check_fields=False)
+    type: str | None = None
+
+    @field_validator("type")
     @classmethod
     def _check_type(cls, kind: str | None) -> str | None:
         if kind is not None and kind not in cls.needed:
@@ -116,7 +119,7 @@ class TypedBody(Body):
 
     @property
     def kind(self) -> str:
-        raise NotImplementedError
+        return self.type or self.default_type
 
     @model_validator(mode="after")
     def _check_needed(self) -> Self:

@@ -94,7 +94,7 @@ class SampledBody(Body):
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens whose logprobs to report, in addition to each token's own;
         None: report no logprobs."""
-        raise NotImplementedError
+        return None
 
     def request(
         self, prompt: Prompt, request_id: str, timeout_s: float | None, *, is_further: bool = False

@@ -69,10 +69,9 @@ class FlatJsonSchemaFormatBody(JsonSchemaBody):
     type: Literal["json_schema"]
 
 
-class OutputFormatBody(JsonSchemaBody):
-    """The format of /v1/messages, which has no name."""
+class OutputFormatBody(FlatJsonSchemaFormatBody):
+    """The format of /v1/messages, which needs no name."""
 
-    type: Literal["json_schema"]
     name: str = ""
 
 
@@ -142,9 +141,7 @@ class StructuredOutputsBody(Body):
 
 
 def one_structure(
-    name: str,
-    given: ResponseFormat | ResponsesFormat | OutputFormatBody | None,
-    other: Structure | None,
+    name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
 ) -> Structure | None:
     """Return the structure of the field `name`, or the `other` structure, of `structured_outputs`.
     Raises FieldError if there are both."""

@@ -15,8 +15,6 @@ from services.gateway.output.delta import Delta
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Reasoning
 from services.protocol.ticket import FinishReason
 
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
 
 class ContentBlocks:
     """Collects the parts of one message as blocks. Every method yields events."""
@@ -76,12 +74,14 @@ class ContentBlocks:
 class MessageAnswer:
     """Formats the answer to one request. `model` is known once the first delta is there."""
 
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, body: MessagesBody, request_id: str, model: Callable[[], str]) -> None:
         self._max_tokens = body.max_tokens
         self._request_id = request_id
         self._model = model
         self._blocks = ContentBlocks()
-        self._usage: Usage | None = None
+        self._usage = Usage(0, None, 0, 0.0, 0)
         self._last: Delta | None = None
 
     async def whole(self, deltas: Deltas) -> JSON:
@@ -123,11 +123,11 @@ class MessageAnswer:
 
     def _ending(self) -> JSON:
         """Why the message ended, which is null at its beginning."""
-        last, usage, sequence = self._last, self._usage, None
+        last, sequence = self._last, None
         if last is None:
             reason = None
         elif last.finish_reason is FinishReason.LENGTH:
-            is_limit = usage is None or usage.num_generated_tokens >= self._max_tokens
+            is_limit = self._usage.num_generated_tokens >= self._max_tokens
             reason = "max_tokens" if is_limit else "model_context_window_exceeded"
         elif last.has_calls:
             reason = "tool_use"
@@ -139,11 +139,10 @@ class MessageAnswer:
 
     def _usage_json(self) -> JSON:
         """The input's tokens are in three numbers: new ones, and those of the prefix cache."""
-        usage = self._usage
-        num_cached = (usage and usage.num_cached_tokens) or 0
+        num_cached = self._usage.num_cached_tokens or 0
         return {
-            "input_tokens": usage.num_prompt_tokens - num_cached if usage else 0,
+            "input_tokens": self._usage.num_prompt_tokens - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
-            "output_tokens": usage.num_generated_tokens if usage and self._last else 0,
+            "output_tokens": self._usage.num_generated_tokens,
         }

@@ -52,10 +52,6 @@ class Block(TypedBody, CachedBody):
     content: MessageContent = Said()
     is_error: bool | None = None
 
-    @property
-    def kind(self) -> str:
-        return self.type
-
 
 def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -72,8 +68,7 @@ class BlockMessageBody(Body):
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
         for block in self.content:
-            if _ROLES.get(block.type, self.role) != self.role:
-                role = _ROLES[block.type]
+            if (role := _ROLES.get(block.type, self.role)) != self.role:
                 text = f"blocks of type {block.type} are for messages with role {role}"
                 raise FieldError("content", text)
         return self

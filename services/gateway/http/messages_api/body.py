@@ -11,7 +11,7 @@ from services.gateway.api import (
     TokenizeRequest,
 )
 from services.gateway.chat.prompts import PROMPT
-from services.gateway.http.bodies.fields import Body, FieldError, Strings
+from services.gateway.http.bodies.fields import Body, FieldError, Strings, TypedBody
 from services.gateway.http.bodies.schema import ReasoningEffort, SampledBody, template_arguments
 from services.gateway.http.bodies.structured import OutputFormatBody, one_structure
 from services.gateway.http.bodies.tools import (
@@ -42,12 +42,8 @@ class CustomToolBody(CachedBody):
     strict: bool | None = None
 
     def to_tool(self) -> ToolBody:
-        function = FunctionBody(
-            name=self.name,
-            description=self.description,
-            parameters=self.input_schema,
-            strict=self.strict,
-        )
+        given = self.model_dump(include={"name", "description", "strict"})
+        function = FunctionBody(parameters=self.input_schema, **given)
         return ToolBody(type="function", function=function)
 
 
@@ -60,26 +56,23 @@ Tool = Annotated[
 ]
 
 
-class ToolChoiceBody(Body):
-    type: Literal["auto", "any", "tool", "none"]
+_CHOICES: dict[str, Choice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ToolChoiceBody(TypedBody):
+    needed = dict.fromkeys(_CHOICES, ()) | {"tool": ("name",)}
+    noun = "tool_choice"
+
+    type: str = Field(json_schema_extra={"enum": [*_CHOICES, "tool"]})
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_name(self) -> Self:
-        if self.type == "tool" and self.name is None:
-            raise FieldError("name", "a tool_choice of type tool needs name")
-        return self
-
     def to_choice(self) -> Choice:
-        match self.type:
-            case "tool":
-                function = NamedFunctionBody(name=self.name or "")
-                return NamedChoiceBody(type="function", function=function)
-            case "any":
-                return "required"
-            case kind:
-                return kind
+        if self.type == "tool":
+            return NamedChoiceBody(
+                type="function", function=NamedFunctionBody(name=self.name or "")
+            )
+        return _CHOICES[self.type or ""]
 
 
 class ThinkingBody(Body):
@@ -87,13 +80,6 @@ class ThinkingBody(Body):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-
-    def to_arguments(self) -> dict[str, Any]:
-        """The variables of chat templates: Qwen's and SmolLM's read the first, DeepSeek's and
-        Granite's the second."""
-        if self.type not in ("enabled", "disabled"):
-            return {}
-        return dict.fromkeys(("enable_thinking", "thinking"), self.type == "enabled")
 
 
 class OutputConfigBody(Body):
@@ -139,8 +125,12 @@ class PromptBody(CachedBody):
 
     def template_arguments(self) -> dict[str, Any]:
         effort = self.output_config.effort if self.output_config else None
-        thinking = self.thinking.to_arguments() if self.thinking else {}
-        return thinking | template_arguments(self.chat_template_kwargs, effort)
+        given = template_arguments(self.chat_template_kwargs, effort)
+        if self.thinking is None or self.thinking.type not in ("enabled", "disabled"):
+            return given
+        # Qwen's and SmolLM's templates read the first name, DeepSeek's and Granite's the second.
+        names, thinks = ("enable_thinking", "thinking"), self.thinking.type == "enabled"
+        return {**dict.fromkeys(names, thinks), **given}
 
 
 class CountTokensBody(PromptBody):
@@ -173,10 +163,6 @@ class MessagesBody(PromptBody, SampledBody):
     def requested_structure(self) -> Structure | None:
         given = None if self.output_config is None else self.output_config.format
         return one_structure("output_config.format", given, super().requested_structure())
-
-    @property
-    def num_logprobs(self) -> None:
-        return None
 
     def sampling(self) -> dict[str, Any]:
         return {

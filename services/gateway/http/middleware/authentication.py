@@ -57,7 +57,9 @@ class Authentication:
             bind_caller(replace(EVERYONE, host=_client(scope)[0]))
         elif scope["path"] not in OPEN_PATHS:
             try:
-                account = keyring.account(_authorization(Headers(scope=scope)))
+                headers = Headers(scope=scope)
+                key = headers.get("x-api-key")  # of Anthropic's clients
+                account = keyring.account(headers.get("authorization", key and f"Bearer {key}"))
             except InvalidApiKey as error:
                 self._refusals.note(_peer(scope), method=_path(scope), reason=str(error))
                 raise
@@ -66,13 +68,6 @@ class Authentication:
                 require_operator()
         if scope["path"] in OPERATION_PATHS:
             require_operator()
-
-
-def _authorization(headers: Headers) -> str | None:
-    """The Authorization header, or the same for the header in which Anthropic's clients send a
-    key."""
-    key = headers.get("x-api-key")
-    return headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def _client(scope: Scope) -> Address:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from quire.types import Usage
 from services.gateway.http.answering.answer import Deltas
 from services.gateway.http.answering.logprobs import JSON
+from services.gateway.http.answering.sending import COMMENT
 from services.gateway.http.failures import error_body
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.responses_api.output import OutputItems
@@ -17,6 +18,8 @@ from services.protocol.ticket import FinishReason
 class ResponseAnswer:
     """Formats the answer to one request: the items of one message. `model` is known once the first
     delta is there."""
+
+    ping = COMMENT
 
     def __init__(self, body: ResponsesBody, request_id: str, model: Callable[[], str]) -> None:
         self._body = body

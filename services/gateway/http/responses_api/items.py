@@ -31,6 +31,7 @@ class Item(TypedBody):
 
     needed = _NEEDED
     noun = "item"
+    default_type = "message"
 
     type: str | None = Field(None, json_schema_extra={"enum": [None, *_NEEDED]})
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -40,10 +41,6 @@ class Item(TypedBody):
     arguments: Any = None
     output: ItemContent = Said()
     id: str | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.type or "message"
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:
