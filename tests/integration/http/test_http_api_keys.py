@@ -55,6 +55,12 @@ def test_open_paths_are_few() -> None:
     assert not page & {"/dashboard/feed", "/dashboard/blocks", "/dashboard/audit"}
 
 
+async def test_a_key_may_stand_in_anthropics_header(keyed: httpx.AsyncClient) -> None:
+    for key, status in ((ALICE, 200), ("wrong", 401)):
+        answer = await keyed.get("/v1/models", headers={"x-api-key": key})
+        assert answer.status_code == status
+
+
 async def test_no_route_is_reachable_without_a_key(
     app: Starlette, keyed: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:

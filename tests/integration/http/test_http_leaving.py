@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -28,11 +29,20 @@ async def test_leaving_a_stream_closes_the_generator(
         await generator.closed.wait()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", HI),
+        ("messages", {**HI, "max_tokens": 9}),
+        ("messages", {**HI, "max_tokens": 9, "stream": True}),
+        ("rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
 async def test_leaving_an_answer_closes_the_generator(
-    http: httpx.AsyncClient, generator: FakeGenerator
+    http: httpx.AsyncClient, generator: FakeGenerator, path: str, body: dict[str, Any]
 ) -> None:
     generator.pause_at = 1
-    task = asyncio.create_task(http.post("/v1/chat/completions", json=HI))
+    task = asyncio.create_task(http.post(f"/v1/{path}", json=body))
     async with soon():
         await generator.paused.wait()
         task.cancel()
