@@ -12,7 +12,7 @@ from services.gateway.http.answering.sending import Json
 from services.gateway.http.bodies.fields import Body, FieldError, Integers
 from services.gateway.http.bodies.messages import Messages
 from services.gateway.http.bodies.reading import read_body
-from services.gateway.http.bodies.tools import Tools, requested_tools
+from services.gateway.http.bodies.tools import Tools, functions_of, requested_tools
 from services.gateway.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.http.failures import PARAM_NAMES
 from services.gateway.http.messages_api.body import CountTokensBody
@@ -55,7 +55,7 @@ class TokenizeBody(Body):
             add_special_tokens=self.add_special_tokens is not False,
             add_generation_prompt=self.add_generation_prompt is not False,
             template_arguments=self.chat_template_kwargs or {},
-            tools=requested_tools(self.tools, None, None),
+            tools=requested_tools(functions_of(self.tools), None, None),
             with_tokens=bool(self.return_token_strs),
         )
 

@@ -1,6 +1,6 @@
 """The messages of a chat's body."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -9,7 +9,7 @@ from services.gateway.api import ChatMessage
 from services.gateway.chat.prompts import MAX_MESSAGES
 from services.gateway.http.bodies.fields import Body, FieldError
 from services.gateway.http.bodies.parts import MessageContent, Said
-from services.gateway.http.bodies.tools import ToolCallBody, ToolCalls
+from services.gateway.http.bodies.tools import ToolCalls, call_fields
 from services.gateway.http.bodies.unknown_fields import OF_MESSAGES
 
 
@@ -40,17 +40,19 @@ class MessageBody(Body):
     def to_message(self) -> ChatMessage:
         said = self.content
         reasoning = self.reasoning_content or self.reasoning or self.thinking or said.reasoning
-        fields = assistant_fields(self.tool_calls or (), reasoning)
+        called = ((each.id, each.function) for each in self.tool_calls or ())
+        calls = [call_fields(call_id, each.name, each.arguments) for call_id, each in called]
+        fields = assistant_fields(calls, reasoning)
         if self.tool_call_id is not None and self.role == "tool":
             fields["tool_call_id"] = self.tool_call_id
         return ChatMessage(self.role, said.text or self.refusal or "", self.name or "", fields)
 
 
-def assistant_fields(calls: Sequence[ToolCallBody], reasoning: str) -> dict[str, Any]:
+def assistant_fields(calls: Sequence[Mapping[str, Any]], reasoning: str) -> dict[str, Any]:
     """The fields of an assistant's message for the chat template, beside its content."""
     fields: dict[str, Any] = {}
     if calls:
-        fields["tool_calls"] = [call.to_fields() for call in calls]
+        fields["tool_calls"] = list(calls)
     if reasoning:
         # Qwen's and DeepSeek's templates read the first name, gpt-oss's the second.
         fields["reasoning_content"] = fields["thinking"] = reasoning

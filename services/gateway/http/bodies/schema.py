@@ -35,7 +35,13 @@ from services.gateway.http.bodies.structured import (
     StructuredOutputsBody,
     one_structure,
 )
-from services.gateway.http.bodies.tools import Choice, Tools, requested_tools
+from services.gateway.http.bodies.tools import (
+    Choice,
+    NamedChoiceBody,
+    Tools,
+    functions_of,
+    requested_tools,
+)
 from services.gateway.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
@@ -281,7 +287,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     tools: Tools | None = None
-    tool_choice: Choice | None = None
+    tool_choice: Choice | NamedChoiceBody | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -328,7 +334,9 @@ class ChatBody(GenerationBody):
         return [self.request(messages, request_id, timeout_s)]
 
     def requested_tools(self) -> RequestedTools | None:
-        return requested_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        chosen = self.tool_choice
+        choice = chosen.function if isinstance(chosen, NamedChoiceBody) else chosen
+        return requested_tools(functions_of(self.tools), choice, self.parallel_tool_calls)
 
 
 def template_arguments(

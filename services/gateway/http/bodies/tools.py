@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import from_json
 
 from services.gateway.api import RequestedTools, ToolChoice
@@ -21,15 +21,15 @@ class FunctionBody(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def definition(self) -> Mapping[str, Any]:
+        """The definition that the chat template gets."""
+        shown = {"name", "description", "parameters"}
+        return {"type": "function", "function": self.model_dump(exclude_none=True, include=shown)}
+
 
 class ToolBody(Body):
     type: Literal["function"]
     function: FunctionBody
-
-    def definition(self) -> Mapping[str, Any]:
-        """The definition that the chat template gets."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": self.type, "function": function}
 
 
 class OtherToolBody(Body):
@@ -58,28 +58,34 @@ class NamedChoiceBody(Body):
 
 Tool = Annotated[Annotated[ToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
-Choice = Literal["auto", "none", "required"] | NamedChoiceBody
+Choice = Literal["auto", "none", "required"]
+
+
+def functions_of(tools: Sequence[ToolBody | OtherToolBody] | None) -> list[FunctionBody]:
+    return [tool.function for tool in tools or () if isinstance(tool, ToolBody)]
 
 
 def requested_tools(
-    tools: Sequence[ToolBody | OtherToolBody] | None, choice: Choice | None, parallel: bool | None
+    functions: Sequence[FunctionBody],
+    choice: Choice | NamedFunctionBody | None,
+    parallel: bool | None,
 ) -> RequestedTools | None:
     """Return the functions of a body; None if it has none. If several have one name, the last one
     counts. Raises FieldError if the fields do not fit together."""
-    functions = {tool.function.name: tool for tool in tools or () if isinstance(tool, ToolBody)}
-    if not functions:
+    by_name = {function.name: function for function in functions}
+    if not by_name:
         if choice not in (None, "auto", "none"):
             raise FieldError("tool_choice", "tool_choice is for requests with tools")
         return None
-    function = choice.function.name if isinstance(choice, NamedChoiceBody) else None
-    if function is not None and function not in functions:
-        raise FieldError("tool_choice", f"tool_choice: {function!r} is not one of the tools")
+    name = choice.name if isinstance(choice, NamedFunctionBody) else None
+    if name is not None and name not in by_name:
+        raise FieldError("tool_choice", f"tool_choice: {name!r} is not one of the tools")
     return RequestedTools(
-        tuple(tool.definition() for tool in functions.values()),
+        tuple(function.definition() for function in by_name.values()),
         ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,
-        function,
+        name,
         parallel is not False,
-        tuple(name for name, tool in functions.items() if tool.function.strict),
+        tuple(name for name, function in by_name.items() if function.strict),
     )
 
 
@@ -96,12 +102,16 @@ def arguments_of(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def call_fields(call_id: str | None, name: str | None, arguments: Any) -> Mapping[str, Any]:
+    """An earlier call for the chat template."""
+    function = {"name": name or "", "arguments": arguments_of(arguments)}
+    return {"id": call_id or "", "type": "function", "function": function}
+
+
 class CalledFunctionBody(Body):
     name: str
     """As the model wrote it, which is not always a function's name."""
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=Any)
-    ] = Field(default={})
+    arguments: Any = None
 
 
 class ToolCallBody(Body):
@@ -110,10 +120,6 @@ class ToolCallBody(Body):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunctionBody
-
-    def to_fields(self) -> Mapping[str, Any]:
-        """For the chat template."""
-        return {"id": self.id or "", "type": "function", "function": self.function.model_dump()}
 
 
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_CALLS)]

@@ -11,7 +11,7 @@ from services.gateway.chat.prompts import MAX_MESSAGES
 from services.gateway.http.bodies.fields import Body, FieldError, TypedBody
 from services.gateway.http.bodies.messages import assistant_fields
 from services.gateway.http.bodies.parts import MessageContent, Said
-from services.gateway.http.bodies.tools import CalledFunctionBody, ToolCallBody
+from services.gateway.http.bodies.tools import call_fields
 
 _NEEDED = {
     "text": ("text",),
@@ -76,11 +76,8 @@ class BlockMessageBody(Body):
     def to_messages(self) -> Iterator[ChatMessage]:
         """Each result of a call becomes a message of its own, before the text."""
         if self.role == "assistant":
-            functions = [
-                (block.id, CalledFunctionBody(name=block.name or "", arguments=block.input or {}))
-                for block in self._of("tool_use")
-            ]
-            calls = [ToolCallBody(id=call_id, function=each) for call_id, each in functions]
+            called = self._of("tool_use")
+            calls = [call_fields(each.id, each.name, each.input) for each in called]
             reasoning = "".join(block.thinking or "" for block in self._of("thinking"))
             text = "".join(block.text or "" for block in self._of("text"))
             yield ChatMessage("assistant", text, fields=assistant_fields(calls, reasoning))

@@ -19,10 +19,8 @@ from services.gateway.http.bodies.tools import (
     Choice,
     FunctionBody,
     Name,
-    NamedChoiceBody,
     NamedFunctionBody,
     OtherTool,
-    ToolBody,
     requested_tools,
     tagged,
 )
@@ -32,19 +30,11 @@ from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
 
 
-class CustomToolBody(CachedBody):
+class CustomToolBody(FunctionBody, CachedBody):
     """A tool of the client, which is a function for the model."""
 
     type: Literal["custom"] | None = None
-    name: Name
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-
-    def to_tool(self) -> ToolBody:
-        given = self.model_dump(include={"name", "description", "strict"})
-        function = FunctionBody(parameters=self.input_schema, **given)
-        return ToolBody(type="function", function=function)
+    parameters: dict[str, Any] = Field(alias="input_schema")
 
 
 def _tagged(value: Any) -> str:
@@ -66,13 +56,6 @@ class ToolChoiceBody(TypedBody):
     type: str = Field(json_schema_extra={"enum": [*_CHOICES, "tool"]})
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
-
-    def to_choice(self) -> Choice:
-        if self.type == "tool":
-            return NamedChoiceBody(
-                type="function", function=NamedFunctionBody(name=self.name or "")
-            )
-        return _CHOICES[self.type or ""]
 
 
 class ThinkingBody(Body):
@@ -114,11 +97,12 @@ class PromptBody(CachedBody):
         return own | {STRUCTURE: "output_config.format"} if has_format else own
 
     def requested_tools(self) -> RequestedTools | None:
-        tools = [each.to_tool() for each in self.tools or () if isinstance(each, CustomToolBody)]
-        choice = self.tool_choice
-        if choice is None:
-            return requested_tools(tools, None, None)
-        return requested_tools(tools, choice.to_choice(), not choice.disable_parallel_tool_use)
+        functions = [each for each in self.tools or () if isinstance(each, CustomToolBody)]
+        given = self.tool_choice
+        if given is None:
+            return requested_tools(functions, None, None)
+        choice = _CHOICES.get(given.type) or NamedFunctionBody(name=given.name or "")
+        return requested_tools(functions, choice, not given.disable_parallel_tool_use)
 
     def prompt(self) -> tuple[ChatMessage, ...]:
         return messages_of(self.system, self.messages)

@@ -24,11 +24,8 @@ from services.gateway.http.bodies.tools import (
     MAX_TOOLS,
     Choice,
     FunctionBody,
-    Name,
-    NamedChoiceBody,
     NamedFunctionBody,
     OtherTool,
-    ToolBody,
     requested_tools,
     tagged,
 )
@@ -59,19 +56,14 @@ class FunctionToolBody(FunctionBody):
 
     type: Literal["function"]
 
-    def to_tool(self) -> ToolBody:
-        function = FunctionBody(**self.model_dump(exclude={"type"}))
-        return ToolBody(type="function", function=function)
-
 
 Tool = Annotated[
     Annotated[FunctionToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)
 ]
 
 
-class FunctionChoiceBody(Body):
+class FunctionChoiceBody(NamedFunctionBody):
     type: Literal["function"]
-    name: Name
 
 
 class TextBody(Body):
@@ -108,7 +100,7 @@ class ResponsesBody(SampledBody):
     ] = None
     prompt: Annotated[Any, *_only(f"stored prompts do not exist. {_STATELESS}")] = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoiceBody | None = None
+    tool_choice: Choice | FunctionChoiceBody | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -145,14 +137,7 @@ class ResponsesBody(SampledBody):
         return [tool for tool in self.tools or () if isinstance(tool, FunctionToolBody)]
 
     def requested_tools(self) -> RequestedTools | None:
-        choice: Choice | None
-        if isinstance(self.tool_choice, FunctionChoiceBody):
-            function = NamedFunctionBody(name=self.tool_choice.name)
-            choice = NamedChoiceBody(type="function", function=function)
-        else:
-            choice = self.tool_choice
-        tools = [tool.to_tool() for tool in self.functions]
-        return requested_tools(tools, choice, self.parallel_tool_calls)
+        return requested_tools(self.functions, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -1,7 +1,7 @@
 """The items of a response's input: messages, calls, their results, and reasoning, as a client
 writes them or as an earlier response had them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,7 +10,7 @@ from services.gateway.api import ChatMessage
 from services.gateway.http.bodies.fields import TypedBody
 from services.gateway.http.bodies.messages import assistant_fields
 from services.gateway.http.bodies.parts import ItemContent, Said
-from services.gateway.http.bodies.tools import CalledFunctionBody, ToolCallBody
+from services.gateway.http.bodies.tools import call_fields
 
 REASONING_ID = "rs_"
 """How the ids of items with reasoning begin, here and in OpenAI's API."""
@@ -53,7 +53,7 @@ class Item(TypedBody):
 def messages_of(items: Iterable[Item]) -> Iterator[ChatMessage]:
     """The messages of a conversation. Reasoning, a text and calls that follow one another are one
     message of the assistant."""
-    reasoning, content, calls = "", "", list[ToolCallBody]()
+    reasoning, content, calls = "", "", list[Mapping[str, Any]]()
 
     def turn() -> Iterator[ChatMessage]:
         nonlocal reasoning, content
@@ -68,8 +68,7 @@ def messages_of(items: Iterable[Item]) -> Iterator[ChatMessage]:
             case "item_reference":
                 continue
             case "function_call":
-                function = CalledFunctionBody(name=item.name or "", arguments=item.arguments)
-                calls.append(ToolCallBody(id=item.call_id, function=function))
+                calls.append(call_fields(item.call_id, item.name, item.arguments))
                 continue
         is_own = item.kind == "reasoning" or item.role == "assistant"
         if content or calls or not is_own:
