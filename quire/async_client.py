@@ -107,6 +107,7 @@ class AsyncClient(ClientBase[AsyncStream]):
     embed = _asked(calls.embed)
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
+    change_role = _asked(calls.change_role)
     scale = _asked(calls.scale)
     upgrade = _asked(calls.upgrade)
     load_adapter = _asked(calls.load_adapter)

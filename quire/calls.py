@@ -107,6 +107,16 @@ def drain(self: object, worker_id: str, *, force: bool = False) -> Call[int]:
     return Call("block_manager", "DrainWorker", request, lambda answer: int(answer.num_running))
 
 
+def change_role(self: object, worker_id: str, role: str) -> Call[int]:
+    """Let a worker take the other role, `prefill` or `decode`: it drains, and then serves on with
+    its weights, its pool and its id.
+
+    Returns the number of requests that it still runs. The last worker of a role on a pool keeps it.
+    """
+    request = DrainWorkerRequest(worker_id=worker_id, next_role=role)
+    return Call("block_manager", "DrainWorker", request, lambda answer: int(answer.num_running))
+
+
 def scale(
     self: object,
     *,
@@ -114,10 +124,11 @@ def scale(
     num_decode: int | None = None,
     model: str = "",
 ) -> Call[Scaled]:
-    """Let `quire serve` start or drain workers of a model; None leaves a role as it is. `model` may
-    be empty if the run has only one.
+    """Let workers of a model in a `quire serve` take the other role, and start or drain the rest.
+    None leaves a role as it is, but for idle workers that the other role takes. `model` may be
+    empty if the run has only one.
 
-    Returns before the workers have started or left.
+    Returns before the workers have started, left or taken their role.
     """
     request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
     return Call("supervisor", "Scale", request, messages.scaled)

@@ -103,10 +103,10 @@ class Client(ClientBase[Stream]):
     stream resumes at another gateway, or at the same one if it returns within `resume_window_s`.
     Threads may share a client.
 
-    `pools`, `workers`, `audit`, `drain`, `scale`, `load_adapter` and `unload_adapter` are
-    operations. A gateway serves them at a separate address, `operations` (unix:PATH or host:port).
-    Without this address the client calls them at `address`, where a gateway serves operations only
-    to the API keys of operators.
+    `pools`, `workers`, `audit`, `drain`, `change_role`, `scale`, `load_adapter` and
+    `unload_adapter` are operations. A gateway serves them at a separate address, `operations`
+    (unix:PATH or host:port). Without this address the client calls them at `address`, where a
+    gateway serves operations only to the API keys of operators.
 
     `api_key` is sent with each call. `tls` is for addresses other than unix:PATH; None uses no TLS.
     """
@@ -136,6 +136,7 @@ class Client(ClientBase[Stream]):
     embed = _asked(calls.embed)
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
+    change_role = _asked(calls.change_role)
     scale = _asked(calls.scale)
     upgrade = _asked(calls.upgrade)
     load_adapter = _asked(calls.load_adapter)

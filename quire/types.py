@@ -293,8 +293,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The result of `scale`: the worker counts once the workers in `starting` serve and those in
-    `leaving` have left."""
+    """The result of `scale`: the worker counts once the workers in `starting` serve, those in
+    `leaving` have left, and those in `changing` have their role."""
 
     num_prefill: int
     num_decode: int
@@ -304,6 +304,8 @@ class Scaled:
     """The workers that do not start, with the last line that each wrote."""
     warning: str = ""
     """A remark on the numbers for the operator; usually empty."""
+    changing: Mapping[str, str] = field(default_factory=dict)
+    """The workers that take the other role, with that role."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ _COMMANDS = {
     "plan": ("deployment.plan:plan", _DEPLOYMENT),
     "drain": ("deployment.drain:drain", _DEPLOYMENT),
     "upgrade": ("deployment.upgrade:upgrade", _DEPLOYMENT),
+    "role": ("deployment.role:role", _DEPLOYMENT),
     "certs": ("deployment.certs:certs", _DEPLOYMENT),
     "generate": ("requests.generate:generate", _REQUESTS),
     "batch": ("requests.batch:batch", _REQUESTS),

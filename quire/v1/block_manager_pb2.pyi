@@ -161,12 +161,14 @@ class PoolAudit(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_references: _Optional[int] = ..., ledger_checked: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., recovering: _Optional[bool] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "force")
+    __slots__ = ("worker_id", "force", "next_role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     force: bool
-    def __init__(self, worker_id: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+    next_role: str
+    def __init__(self, worker_id: _Optional[str] = ..., force: _Optional[bool] = ..., next_role: _Optional[str] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ("num_running",)

@@ -108,8 +108,8 @@ class BlockManagerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
-        its role on its pool.
+        """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
+        FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

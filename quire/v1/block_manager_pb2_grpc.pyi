@@ -46,8 +46,8 @@ class BlockManagerStub:
     DescribeBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]
     """The blocks of one cell, as the ledger has them now."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]
-    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
-    its role on its pool.
+    """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
+    FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
     """
 
 @_typing.type_check_only
@@ -68,8 +68,8 @@ class BlockManagerAsyncStub(BlockManagerStub):
     DescribeBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]  # type: ignore[assignment]
     """The blocks of one cell, as the ledger has them now."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
-    its role on its pool.
+    """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
+    FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
     """
 
 class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
@@ -123,8 +123,8 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
         request: _block_manager_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_manager_pb2.DrainWorkerResponse, _abc.Awaitable[_block_manager_pb2.DrainWorkerResponse]]:
-        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
-        its role on its pool.
+        """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
+        FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
         """
 
 def add_BlockManagerServicer_to_server(servicer: BlockManagerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

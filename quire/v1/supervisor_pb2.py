@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/supervisor.proto\x12\x08quire.v1\"o\n\x0cScaleRequest\x12\x18\n\x0bnum_prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x03 \x01(\tB\x0e\n\x0c_num_prefillB\r\n\x0b_num_decode\"\xd3\x01\n\rScaleResponse\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x03(\t\x12\x0f\n\x07leaving\x18\x04 \x03(\t\x12\x35\n\x07\x66\x61iling\x18\x05 \x03(\x0b\x32$.quire.v1.ScaleResponse.FailingEntry\x12\x0f\n\x07warning\x18\x06 \x01(\t\x1a.\n\x0c\x46\x61ilingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x0eUpgradeRequest\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x08\"E\n\x0fUpgradeResponse\x12\r\n\x05steps\x18\x01 \x03(\t\x12\x12\n\nis_running\x18\x02 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t2\x86\x01\n\nSupervisor\x12\x38\n\x05Scale\x12\x16.quire.v1.ScaleRequest\x1a\x17.quire.v1.ScaleResponse\x12>\n\x07Upgrade\x12\x18.quire.v1.UpgradeRequest\x1a\x19.quire.v1.UpgradeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/supervisor.proto\x12\x08quire.v1\"o\n\x0cScaleRequest\x12\x18\n\x0bnum_prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x03 \x01(\tB\x0e\n\x0c_num_prefillB\r\n\x0b_num_decode\"\xbd\x02\n\rScaleResponse\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x03(\t\x12\x0f\n\x07leaving\x18\x04 \x03(\t\x12\x35\n\x07\x66\x61iling\x18\x05 \x03(\x0b\x32$.quire.v1.ScaleResponse.FailingEntry\x12\x0f\n\x07warning\x18\x06 \x01(\t\x12\x37\n\x08\x63hanging\x18\x07 \x03(\x0b\x32%.quire.v1.ScaleResponse.ChangingEntry\x1a.\n\x0c\x46\x61ilingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rChangingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x0eUpgradeRequest\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x08\"E\n\x0fUpgradeResponse\x12\r\n\x05steps\x18\x01 \x03(\t\x12\x12\n\nis_running\x18\x02 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t2\x86\x01\n\nSupervisor\x12\x38\n\x05Scale\x12\x16.quire.v1.ScaleRequest\x1a\x17.quire.v1.ScaleResponse\x12>\n\x07Upgrade\x12\x18.quire.v1.UpgradeRequest\x1a\x19.quire.v1.UpgradeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCALERESPONSE_FAILINGENTRY']._loaded_options = None
   _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_options = b'8\001'
+  _globals['_SCALERESPONSE_CHANGINGENTRY']._loaded_options = None
+  _globals['_SCALERESPONSE_CHANGINGENTRY']._serialized_options = b'8\001'
   _globals['_SCALEREQUEST']._serialized_start=39
   _globals['_SCALEREQUEST']._serialized_end=150
   _globals['_SCALERESPONSE']._serialized_start=153
-  _globals['_SCALERESPONSE']._serialized_end=364
-  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_start=318
-  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_end=364
-  _globals['_UPGRADEREQUEST']._serialized_start=366
-  _globals['_UPGRADEREQUEST']._serialized_end=397
-  _globals['_UPGRADERESPONSE']._serialized_start=399
-  _globals['_UPGRADERESPONSE']._serialized_end=468
-  _globals['_SUPERVISOR']._serialized_start=471
-  _globals['_SUPERVISOR']._serialized_end=605
+  _globals['_SCALERESPONSE']._serialized_end=470
+  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_start=375
+  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_end=421
+  _globals['_SCALERESPONSE_CHANGINGENTRY']._serialized_start=423
+  _globals['_SCALERESPONSE_CHANGINGENTRY']._serialized_end=470
+  _globals['_UPGRADEREQUEST']._serialized_start=472
+  _globals['_UPGRADEREQUEST']._serialized_end=503
+  _globals['_UPGRADERESPONSE']._serialized_start=505
+  _globals['_UPGRADERESPONSE']._serialized_end=574
+  _globals['_SUPERVISOR']._serialized_start=577
+  _globals['_SUPERVISOR']._serialized_end=711
 # @@protoc_insertion_point(module_scope)

@@ -17,8 +17,15 @@ class ScaleRequest(_message.Message):
     def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing", "warning")
+    __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing", "warning", "changing")
     class FailingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ChangingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -31,13 +38,15 @@ class ScaleResponse(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     FAILING_FIELD_NUMBER: _ClassVar[int]
     WARNING_FIELD_NUMBER: _ClassVar[int]
+    CHANGING_FIELD_NUMBER: _ClassVar[int]
     num_prefill: int
     num_decode: int
     starting: _containers.RepeatedScalarFieldContainer[str]
     leaving: _containers.RepeatedScalarFieldContainer[str]
     failing: _containers.ScalarMap[str, str]
     warning: str
-    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ..., warning: _Optional[str] = ...) -> None: ...
+    changing: _containers.ScalarMap[str, str]
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ..., warning: _Optional[str] = ..., changing: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class UpgradeRequest(_message.Message):
     __slots__ = ("begin",)

@@ -54,8 +54,8 @@ class SupervisorServicer:
     """
 
     def Scale(self, request, context):
-        """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
-        number that a run cannot have, or a model that is not clear.
+        """Lets workers of a model take the other role, starts or drains some, until there are as many as asked for. Answers at
+        once. INVALID_ARGUMENT: a number that a run cannot have, or a model that is not clear.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class SupervisorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SupervisorAsyncStub: ...
     Scale: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]
-    """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
-    number that a run cannot have, or a model that is not clear.
+    """Lets workers of a model take the other role, starts or drains some, until there are as many as asked for. Answers at
+    once. INVALID_ARGUMENT: a number that a run cannot have, or a model that is not clear.
     """
     Upgrade: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeResponse]
     """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
@@ -52,8 +52,8 @@ class SupervisorAsyncStub(SupervisorStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
-    number that a run cannot have, or a model that is not clear.
+    """Lets workers of a model take the other role, starts or drains some, until there are as many as asked for. Answers at
+    once. INVALID_ARGUMENT: a number that a run cannot have, or a model that is not clear.
     """
     Upgrade: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeResponse]  # type: ignore[assignment]
     """Begins to replace the services by processes of the installed version, one after another, or says how far that is.
@@ -71,8 +71,8 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.ScaleResponse, _abc.Awaitable[_supervisor_pb2.ScaleResponse]]:
-        """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
-        number that a run cannot have, or a model that is not clear.
+        """Lets workers of a model take the other role, starts or drains some, until there are as many as asked for. Answers at
+        once. INVALID_ARGUMENT: a number that a run cannot have, or a model that is not clear.
         """
 
     @_abc_1.abstractmethod

@@ -27,7 +27,7 @@ from quire.v1 import sampling_pb2 as quire_dot_v1_dot_sampling__pb2
 from quire.v1 import ticket_pb2 as quire_dot_v1_dot_ticket__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\x1a\x15quire/v1/ticket.proto\"L\n\x05Hello\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x03 \x01(\t\"\x85\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\"\n\x04load\x18\x05 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\"\xba\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x15\n\rbusy_permille\x18\x07 \x01(\r\x12\x0f\n\x07step_us\x18\x08 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\t \x01(\r\"J\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\x05index\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"\x86\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x10\n\x08position\x18\x06 \x01(\r\x12$\n\x08logprobs\x18\x07 \x03(\x0b\x32\x12.quire.v1.Logprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x31 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x32 \x01(\rB\x08\n\x06_score\"\x07\n\x05\x44rain\"\x1f\n\x08\x44raining\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"S\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\",\n\x05\x42\x65gan\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd8\x01\n\x07Requeue\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.quire.v1.TicketState\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.v1.Requeue.Reason\"|\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PREEMPTED\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x17\n\x13REASON_STALE_TICKET\x10\x03\x12\x16\n\x12REASON_HANDED_OVER\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\x1a\x15quire/v1/ticket.proto\"L\n\x05Hello\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x03 \x01(\t\"\x85\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\"\n\x04load\x18\x05 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\"\xba\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x15\n\rbusy_permille\x18\x07 \x01(\r\x12\x0f\n\x07step_us\x18\x08 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\t \x01(\r\"J\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\x05index\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"\x86\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x10\n\x08position\x18\x06 \x01(\r\x12$\n\x08logprobs\x18\x07 \x03(\x0b\x32\x12.quire.v1.Logprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x31 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x32 \x01(\rB\x08\n\x06_score\"\x1a\n\x05\x44rain\x12\x11\n\tnext_role\x18\x01 \x01(\t\"\x1f\n\x08\x44raining\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"S\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\",\n\x05\x42\x65gan\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd8\x01\n\x07Requeue\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.quire.v1.TicketState\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.v1.Requeue.Reason\"|\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PREEMPTED\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x17\n\x13REASON_STALE_TICKET\x10\x03\x12\x16\n\x12REASON_HANDED_OVER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,15 +45,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCEOUTPUT']._serialized_start=588
   _globals['_SEQUENCEOUTPUT']._serialized_end=850
   _globals['_DRAIN']._serialized_start=852
-  _globals['_DRAIN']._serialized_end=859
-  _globals['_DRAINING']._serialized_start=861
-  _globals['_DRAINING']._serialized_end=892
-  _globals['_REQUESTFAILED']._serialized_start=894
-  _globals['_REQUESTFAILED']._serialized_end=977
-  _globals['_BEGAN']._serialized_start=979
-  _globals['_BEGAN']._serialized_end=1023
-  _globals['_REQUEUE']._serialized_start=1026
-  _globals['_REQUEUE']._serialized_end=1242
-  _globals['_REQUEUE_REASON']._serialized_start=1118
-  _globals['_REQUEUE_REASON']._serialized_end=1242
+  _globals['_DRAIN']._serialized_end=878
+  _globals['_DRAINING']._serialized_start=880
+  _globals['_DRAINING']._serialized_end=911
+  _globals['_REQUESTFAILED']._serialized_start=913
+  _globals['_REQUESTFAILED']._serialized_end=996
+  _globals['_BEGAN']._serialized_start=998
+  _globals['_BEGAN']._serialized_end=1042
+  _globals['_REQUEUE']._serialized_start=1045
+  _globals['_REQUEUE']._serialized_end=1261
+  _globals['_REQUEUE_REASON']._serialized_start=1137
+  _globals['_REQUEUE_REASON']._serialized_end=1261
 # @@protoc_insertion_point(module_scope)

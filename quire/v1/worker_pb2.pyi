@@ -89,8 +89,10 @@ class SequenceOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., score: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("next_role",)
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
+    next_role: str
+    def __init__(self, next_role: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("num_running",)

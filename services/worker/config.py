@@ -182,6 +182,11 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
                 "token among drafts to the same bits as alone; remove one of the two settings"
             )
 
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether a draft model makes the drafts of decode steps."""
+        return self.speculative_config is not None and self.speculative_config.model is not None
+
     def check_draft(self, config: ModelConfig) -> ModelConfig | None:
         """Return the configuration of the draft model, or None without one. Raises StartupError if
         it does not fit the model."""

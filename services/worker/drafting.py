@@ -132,9 +132,9 @@ def load_draft(
 def speculation(
     settings: WorkerSettings, draft: LoadedDraft | None, launch_on: Callable[[Runner], Launch]
 ) -> Speculation | None:
-    """The speculation of a new worker; None: its sequences get no drafts."""
+    """The speculation of a worker while it decodes; None: its sequences get no drafts."""
     config = settings.speculative_config
-    if config is None or settings.service != "decode":
+    if config is None or (settings.drafts_with_model and draft is None):
         return None
     if draft is not None:
         drafter = draft.drafter(launch_on, settings.num_seqs)

@@ -55,6 +55,8 @@ class WorkerParts:
     """None if rows get no drafts."""
     check_fence: Callable[[], None] = lambda: None
     """Raises WorkerFenced if the worker was fenced (`services.worker.liveness.fence_guard`)."""
+    lacks_draft: bool = False
+    """Whether decode needs a draft model that this worker, started for prefill, has not loaded."""
 
 
 class PoolEngine:

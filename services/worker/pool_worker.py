@@ -3,6 +3,10 @@
 import asyncio
 from typing import Any, Generic, TypeVar
 
+from blockstore.registry import Role as RoleName
+from quire.worker_names import worker_name
+from services.protocol.worker_stream import stream_type
+from services.runtime.errors import InvalidRequest
 from services.worker.liveness.heartbeats import Heartbeats
 from services.worker.pool_engine import PoolEngine, WorkerParts
 from services.worker.requests.events import Session
@@ -19,6 +23,9 @@ class PoolWorker(PoolEngine, Generic[R]):
     def __init__(self, parts: WorkerParts, role: type[R]) -> None:
         super().__init__(parts, role.one_token, lambda outcome: self.role.on_outcome(outcome))
         self.role: R = role(self)
+        self.next_role: RoleName | None = None
+        """The role that the worker takes once it is drained; None if it leaves then."""
+        self._lacks_draft = parts.lacks_draft
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
         """The streams of all connected gateways."""
@@ -47,12 +54,31 @@ class PoolWorker(PoolEngine, Generic[R]):
         for session in self.sessions:
             session.finish()
 
-    def drain(self) -> int:
-        """Accept no new requests; return how many are left to finish."""
+    def drain(self, next_role: RoleName | None = None) -> int:
+        """Accept no new requests; return how many are left to finish. Then the worker takes
+        `next_role`; None lets it leave, even if it was to take a role. Raises InvalidRequest if it
+        cannot take the role."""
+        if next_role is not None and next_role != self.next_role:
+            self._check_role(next_role)
+        self.next_role = next_role
         self.draining = True
         self.drain_asked.set()
         self.role.on_drain()
         return self.role.num_busy
+
+    def _check_role(self, role: RoleName) -> None:
+        name = worker_name(self.worker_id)
+        if role not in ("prefill", "decode"):
+            raise InvalidRequest(f"a worker is for prefill or decode, not for {role!r}")
+        if self.draining:
+            raise InvalidRequest(f"{name} drains already, so it takes no other role")
+        if self.role.stream is stream_type(role):
+            raise InvalidRequest(f"{name} is a {role} worker already")
+        if self._lacks_draft:
+            raise InvalidRequest(
+                f"{name} was started for prefill, without the draft model of speculative_config, "
+                "which a decode worker needs: start another decode worker"
+            )
 
     async def drained(self) -> None:
         """Return when this draining worker holds nothing: all tickets are claimed or released."""

@@ -3,46 +3,32 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from operator import attrgetter
 from types import TracebackType
-from typing import Any, NoReturn
-
-from prometheus_client import CollectorRegistry
+from typing import Any
 
 from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
+from blockstore.registry import Role as RoleName
 from services.engine.device.opening import lost_device
-from services.engine.forward import ForwardPass
-from services.engine.runner import Runner
 from services.pool.directory import PoolDirectory
-from services.runtime.exposition import metrics_endpoint
 from services.runtime.health import Health
 from services.runtime.logging import get_logger
-from services.runtime.metrics import WorkerMetrics
 from services.runtime.rpc.proof import Guard
 from services.runtime.rpc.tls import service_tls
 from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import deployment_secret
-from services.runtime.ticks import until_tick
-from services.runtime.tracing.opening import open_tracer
-from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
-from services.worker.cpu.sharing import SharedCpus
-from services.worker.drafting import speculation
-from services.worker.grammars import Grammars
-from services.worker.liveness.fence_guard import FenceGuard
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
-from services.worker.loading import LoadedModel, load, new_runner
+from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_engine import WorkerParts
+from services.worker.parts import KeptParts, make_parts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
-from services.worker.swap.pool import Copy, SwapPool
 
 # The next three add up to less than ENDING_S (services.runtime.config), the time for all
 # that follows the grace period of the running requests.
@@ -58,19 +44,17 @@ _ABORT_LIMIT_S = 0.5
 _SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread waits for the GIL if the event loop is busy; the default is 5 ms."""
 
-_DIVIDE_INTERVAL_S = 1.0
-
-_NUM_WARM_UP_TOKENS = 32
-"""Small: the longest prefill would take a second, to spare one prompt its page faults."""
-
 log = get_logger(__name__)
 
 
 class WorkerProcess:
-    """Runs one worker after another in this process; only the place on the host and the loaded
-    model outlive a worker."""
+    """Runs one worker after another in this process; only the role, the place on the host and the
+    loaded model outlive a worker. A worker that changes its role stays the same one: it keeps its
+    id, its pool and all other parts that are not the role's."""
 
     def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
+        self.role: RoleName = settings.service
+        """The role that the worker has, or is about to take; a worker that rejoins takes it too."""
         self._settings = settings
         self._stop = stop
         self._place: Place | None = None
@@ -102,17 +86,20 @@ class WorkerProcess:
         loaded = self._loaded = self._loaded or await self._load()
         if loaded is None:
             return
-        async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
+        async with (
+            AsyncExitStack() as stack,
+            AsyncExitStack() as of_role,
+            asyncio.TaskGroup() as vital,
+        ):
             pools = await self._join(registration, loaded, stack)
-            worker, works = await self._make(loaded, pools, stack)
-            tasks = [vital.create_task(work) for work in works]
-            server, address = await self._listen(worker, stack)
-            registration.set_serving(worker, address, loaded)
-            await _wait_for_any(self._stop, worker.drain_asked)
-
-            worker.drain()
-            registration.heartbeat.changed()
-            await _finish(worker, server, self._stop, self._settings.request_grace_s)
+            kept = await make_parts(
+                *(self._settings, loaded, pools, self._place, self._health, stack)
+            )
+            tasks = [vital.create_task(work) for work in kept.works]
+            serving = registration, loaded, kept, vital, of_role
+            while (next_role := await self._serve_in_role(*serving)) is not None:
+                log.info("role_changes", worker_id=registration.worker_id, role=next_role)
+                self.role = next_role
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -138,51 +125,35 @@ class WorkerProcess:
             stack.callback(loaded.ranks.leave)
         return pools
 
-    async def _make(
-        self, loaded: LoadedModel, pools: Sequence[Membership], stack: AsyncExitStack
-    ) -> tuple[PoolWorker[Any], list[Coroutine[Any, Any, None]]]:
-        """The worker, and all that has to run while it serves; an error of one ends the others."""
-        settings, limits, own = self._settings, loaded.limits, pools[0]
-        tracer = stack.enter_context(open_tracer(settings))
-        registry = CollectorRegistry()
-        stack.enter_context(metrics_endpoint(settings, registry, self._health))
-        metrics, swap_pool = WorkerMetrics(registry), None
-        guard = FenceGuard([one.lock for one in pools])
-        for colder in pools[1:]:
-            copies = _copies(loaded, own, colder)
-            compares_costs = settings.preemption == "auto"
-            swap_pool = SwapPool(
-                own.store, own, colder, *copies, metrics, compares_costs, guard.check
-            )
-            stack.callback(swap_pool.close)
-        grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
-        grammars.warm_up()
-        runner = await asyncio.to_thread(self._warm_runner, loaded, own)
-        forward = self._share_cpus(runner, loaded, stack)
-        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
-        load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
-        loras = loaded.model.whole_config, load_adapter, settings.max_loras, settings.max_lora_rank
-        parts = WorkerParts(
-            *(own.store, own, forward, limits, metrics, swap_pool),
-            tracer=tracer,
-            adapters=WorkerAdapters(*loras) if settings.max_loras else None,
-            grammars=grammars,
-            speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
-            check_fence=guard.check,
-        )
-        worker = PoolWorker[Any](parts, ROLES[settings.service])
+    async def _serve_in_role(
+        self,
+        registration: Registration,
+        loaded: LoadedModel,
+        kept: KeptParts,
+        vital: asyncio.TaskGroup,
+        stack: AsyncExitStack,
+    ) -> RoleName | None:
+        """Serve in `role` until `stop` or until the worker is drained. Returns the role that it is
+        to take next; None if it is to leave. `stack` closes what belongs to this role only."""
+        await asyncio.to_thread(kept.take_role, self.role)
+        worker = PoolWorker[Any](kept.parts, ROLES[self.role])
         engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
         watching = asyncio.create_task(
-            watch_steps(lambda: engine.step_in_flight, settings.step_limit_s, end)
+            watch_steps(lambda: engine.step_in_flight, self._settings.step_limit_s, end)
         )
         stack.callback(watching.cancel)  # called after the engine thread has ended
-        works = [worker.run(), guard.watch(), own.watch_memory()]
-        works += (one.complete_memory() for one in pools)
-        if loaded.weights is not None and loaded.weights.kept is not None:
-            works.append(loaded.weights.kept.keep())
-        if isinstance(forward, SharedCpus):
-            works.append(_refresh(forward))
-        return worker, works
+        running = vital.create_task(worker.run())
+        server, address = await self._listen(worker, stack)
+        registration.set_serving(worker, self.role, address, loaded)
+        await _wait_for_any(self._stop, worker.drain_asked)
+
+        worker.drain(worker.next_role)
+        registration.heartbeat.changed()
+        await _finish(worker, server, self._stop, self._settings.request_grace_s)
+        running.cancel()
+        await asyncio.wait([running])
+        await stack.aclose()
+        return None if self._stop.is_set() else worker.next_role
 
     async def _listen(
         self, worker: PoolWorker[Any], stack: AsyncExitStack
@@ -205,28 +176,6 @@ class WorkerProcess:
         )
         return server, address
 
-    def _warm_runner(self, loaded: LoadedModel, own: Membership) -> Runner:
-        """Make the runner, and compile, capture and touch all that steps need."""
-        model, kv, max_rows = loaded.model, own.pool.kv, loaded.limits.max_num_seqs
-        runner = new_runner(model, kv, loaded.layout.block_size, loaded.ops, loaded.ranks)
-        runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
-        has_graphs = self._settings.service == "decode" and not self._settings.enforce_eager
-        if model.device.type == "cuda" and has_graphs:
-            runner.capture_graphs(max_rows)
-        return runner
-
-    def _share_cpus(
-        self, runner: Runner, loaded: LoadedModel, stack: AsyncExitStack
-    ) -> ForwardPass:
-        """The forward pass on the worker's part of the host's CPUs, if the worker shares them."""
-        native, place = loaded.ops.native, self._place
-        if native is None or place is None:
-            return runner
-        stack.callback(place.cpu_board.set_backlog, 0)  # the engine may end in the middle of a step
-        gap_ms = self._settings.max_gap_ms
-        max_gap_s = None if gap_ms is None else gap_ms / 1000
-        return SharedCpus(runner, native, place.cpu_board, place.entry, place.host, max_gap_s)
-
     async def _load(self) -> LoadedModel | None:
         """None if the process was stopped before the model was loaded."""
 
@@ -245,21 +194,6 @@ class WorkerProcess:
 
 class _Stopped(Exception):
     pass
-
-
-def _copies(loaded: LoadedModel, own: Membership, colder: Membership) -> tuple[Copy, Copy]:
-    """The copies to the swap pool and back, of all ranks."""
-    out: Copy = partial(colder.pool.copy_from, own.pool, loaded.ops)
-    back: Copy = partial(own.pool.copy_from, colder.pool, loaded.ops)
-    if loaded.ranks is not None:
-        return loaded.ranks.swapping(out, out=True), loaded.ranks.swapping(back, out=False)
-    return out, back
-
-
-async def _refresh(forward: SharedCpus) -> NoReturn:
-    while True:
-        forward.refresh()
-        await asyncio.sleep(until_tick(_DIVIDE_INTERVAL_S))
 
 
 async def _finish(

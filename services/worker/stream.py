@@ -161,7 +161,8 @@ class WorkerStream:
     def _execute(self, session: StreamSession, request: Any) -> None:
         name = request.WhichOneof("command")
         if name == "drain":
-            session.send(DrainNotice(self._worker.drain()))
+            role = request.drain.next_role or None
+            session.send(DrainNotice(self._worker.drain(role)))
             return
         try:
             self._worker.role.execute(session, command_from_wire(request))

@@ -30,7 +30,7 @@ def drain(
 ) -> None:
     """Move a worker's requests to others, then let it exit."""
     with gateway.connect() as client:
-        found = _find(client.workers(), worker)
+        found = find_worker(client.workers(), worker)
         num_running = client.drain(found.worker_id, force=force)
         if not as_json:
             print(f"{found.name} takes no new work; it still runs {num_running} requests")
@@ -42,7 +42,7 @@ def drain(
         print(json.dumps({"num_running": num_running, "left": until.wait}))
 
 
-def _find(workers: Sequence[Worker], text: str) -> Worker:
+def find_worker(workers: Sequence[Worker], text: str) -> Worker:
     """Return the worker with this name, id or address. Raises NotFound if there is none, or if
     several have the name, on several hosts or because one with the name has just started again."""
     found = [one for one in workers if text in (one.worker_id, one.name, one.address)]

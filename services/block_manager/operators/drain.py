@@ -1,4 +1,5 @@
-"""Drains workers for operators, over a Connect stream like a gateway's."""
+"""Drains workers for operators, over a Connect stream like a gateway's: a drained worker leaves, or
+takes the other role."""
 
 import asyncio
 from contextlib import suppress
@@ -11,7 +12,7 @@ from quire.v1 import worker_pb2
 from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
 from services.protocol.worker_stream import StreamEnded, read, stream_type
-from services.runtime.errors import LastWorker, Unavailable, UnknownWorker
+from services.runtime.errors import InvalidRequest, LastWorker, Unavailable, UnknownWorker
 from services.runtime.rpc.message_batching import unpack_batch
 from services.runtime.rpc.proof import Proof
 from services.runtime.rpc.tls import TlsFiles
@@ -34,14 +35,19 @@ class Drainer:
         self._timeout_s = timeout_s
         self._tls = tls
         self._lock = asyncio.Lock()
-        self._recent: dict[str, float] = {}  # drained worker -> end of the lag
+        self._recent: dict[tuple[str, str], float] = {}
+        """When the lag ends, by the id and the role of a drained worker."""
 
-    async def drain(self, connection: Connection, worker_id: str, *, force: bool) -> int:
-        """Tell a worker to drain. Returns how many requests it still runs.
+    async def drain(
+        self, connection: Connection, worker_id: str, *, force: bool, next_role: str = ""
+    ) -> int:
+        """Tell a worker to drain, and then to leave or to take `next_role`. Returns how many
+        requests it still runs.
 
         Raises LastWorker, UnknownWorker if the registry lists no prefill or decode worker with this
-        id, Unavailable if the worker is starting or does not answer, and TimeoutError if it did not
-        answer in time; it may drain nevertheless.
+        id, InvalidRequest if the worker cannot take the role, Unavailable if the worker is starting
+        or does not answer, and TimeoutError if it did not answer in time; it may drain
+        nevertheless.
         """
         async with self._lock:  # the second of two drains must see the first
             members = await connection.registry.members()
@@ -49,9 +55,18 @@ class Drainer:
             if not force:
                 await self._require_another(connection, members, worker)
             # Noted even if no answer comes: the worker may have received the message.
-            self._recent[worker_id] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
-            async with asyncio.timeout(self._timeout_s):
-                return await send_drain(worker, self._peer_id, self._rpc_key, self._tls)
+            told = worker_id, worker.role
+            before = self._recent.get(told, 0.0)
+            self._recent[told] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
+            message = worker_pb2.Drain(next_role=next_role)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await send_drain(
+                        worker, self._peer_id, self._rpc_key, self._tls, message
+                    )
+            except InvalidRequest:
+                self._recent[told] = before
+                raise
 
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
@@ -65,7 +80,8 @@ class Drainer:
             fenced = (await connection.store.stats(worker.pool_id)).fenced_worker_ids
         peers = [m for m in members if (m.role, m.pool_id) == (worker.role, worker.pool_id)]
         serving = {m.member_id for m in peers if m.state == "serving"} - set(fenced)
-        if worker.member_id in serving and serving - self._recent.keys() <= {worker.member_id}:
+        others = {each for each in serving if (each, worker.role) not in self._recent}
+        if worker.member_id in serving and others <= {worker.member_id}:
             raise LastWorker(
                 f"{worker_name(worker.member_id)} is the last {worker.role} worker that serves "
                 f"{worker.model} on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start "
@@ -84,16 +100,25 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
 
 
 async def send_drain(
-    worker: Member, peer_id: str, rpc_key: bytes, tls: TlsFiles | None = None
+    worker: Member,
+    peer_id: str,
+    rpc_key: bytes,
+    tls: TlsFiles | None = None,
+    message: worker_pb2.Drain | None = None,
 ) -> int:
     """Tell `worker` to drain. Returns how many requests it still runs. Raises Unauthenticated if
-    another process is at its address, VersionMismatch, or Unavailable if it does not answer."""
+    another process is at its address, VersionMismatch, InvalidRequest if it refuses, or Unavailable
+    if it does not answer."""
     async with open_channel(worker.address, tls) as channel:
         with translate_errors():
-            return await _drain_over(worker, channel, peer_id, rpc_key)
+            return await _drain_over(
+                worker, channel, peer_id, rpc_key, message or worker_pb2.Drain()
+            )
 
 
-async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: bytes) -> int:
+async def _drain_over(
+    worker: Member, channel: aio.Channel, peer_id: str, rpc_key: bytes, drain: worker_pb2.Drain
+) -> int:
     kind = stream_type(worker.role)
     proof = Proof(rpc_key, kind.method, worker.member_id)
     stream = kind.connect(channel, None, proof.metadata)
@@ -107,7 +132,7 @@ async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_ke
                         proof.check(await stream.initial_metadata())
                         # Not before the welcome: if the worker refuses the hello, a second message
                         # would hide the worker's reason.
-                        await stream.write(kind.request(drain=worker_pb2.Drain()))
+                        await stream.write(kind.request(drain=drain))
                     case "draining":
                         return int(message.draining.num_running)
     except StreamEnded as error:

@@ -113,7 +113,10 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self, request: pb.DrainWorkerRequest, context: Any
     ) -> pb.DrainWorkerResponse:
         num_running = await self._drainer.drain(
-            self._runner.connection, request.worker_id, force=request.force
+            self._runner.connection,
+            request.worker_id,
+            force=request.force,
+            next_role=request.next_role,
         )
         return pb.DrainWorkerResponse(num_running=num_running)
 
@@ -139,7 +142,8 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
 
 def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
     """Describe a worker that is on a pool but not in the registry, because it is starting or has
-    stopped renewing its registration. Its role is the first part of its id."""
+    stopped renewing its registration. The first part of its id is the role with which it started.
+    """
     return pb.Worker(
         worker_id=worker_id,
         role=role_of(worker_id),

@@ -236,6 +236,7 @@ class Dispatcher:
             self._changes.notify()  # otherwise no request can go on because of this report
 
     def on_change(self) -> None:
+        self._workers.look_again()
         self._changes.notify()
 
     # ── model queues ─────────────────────────────────────────────────────────────────────────────

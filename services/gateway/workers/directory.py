@@ -102,6 +102,7 @@ class WorkerDirectory:
         self.unusable: dict[str, str] = {}
         """Why a worker's pool or model cannot be read, by worker."""
         self._absent = GraceTimer[str](ABSENT_S, clock)
+        self._woken = asyncio.Event()
         self.starting: tuple[Member, ...] = ()
         """The workers that load their model."""
         self.block_managers: tuple[Member, ...] = ()
@@ -228,14 +229,20 @@ class WorkerDirectory:
                     raise
                 except BlockStoreError as error:
                     log.warning("registry_unread", reason=str(error))
-                await asyncio.sleep(until_tick(self._pause_s()))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), until_tick(self._pause_s()))
+                self._woken.clear()
         finally:
             await self.close()
 
+    def look_again(self) -> None:
+        """Read the registry at once: a worker has connected, disconnected or begun to drain."""
+        self._woken.set()
+
     def _pause_s(self) -> float:
-        """Seconds until the next read of the registry; shorter while workers start or none serve,
-        since requests may wait for them."""
-        if self.starting:
+        """Seconds until the next read of the registry; shorter while workers start, change their
+        role or none serve, since requests may wait for them."""
+        if self.starting or any(one.draining and not one.connected for one in self.workers):
             return min(self._poll_s, _STARTING_POLL_S)
         return self._poll_s if self.ready() else self._poll_s / 2
 
@@ -272,6 +279,9 @@ class WorkerDirectory:
 
     async def _add_or_update(self, member: Member) -> None:
         known = self._connections.get(member.member_id)
+        if known is not None and known.worker.member.role != member.role:
+            await self._remove(member.member_id)  # it serves in its new role, at a new address
+            known = None
         if known is not None:
             if member.state == "draining" and not known.worker.draining:
                 known.worker.draining = True

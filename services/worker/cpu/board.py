@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.runtime.errors import StartupError
@@ -71,12 +71,21 @@ class CpuBoard:
     def _take_entry(self, role: str, worker_id: str, nodes: tuple[int, ...]) -> CpuBoardEntry:
         for index in range(NUM_ENTRIES):
             if self._lock(index):
-                self._own = CpuBoardEntry(worker_id, role, index, nodes)
-                self._write(index, f"{role} {format_cpus(nodes)} {worker_id}".encode())
-                return self._own
+                return self._write_own(CpuBoardEntry(worker_id, role, index, nodes))
         raise StartupError(
             f"this host already has {NUM_ENTRIES} workers, the most that can share it"
         )
+
+    def change_role(self, role: str) -> CpuBoardEntry:
+        """Change the role in the own entry, which this process must have."""
+        assert self._own is not None
+        return self._write_own(replace(self._own, role=role))
+
+    def _write_own(self, entry: CpuBoardEntry) -> CpuBoardEntry:
+        text = f"{entry.role} {format_cpus(entry.nodes)} {entry.worker_id}"
+        self._write(entry.index, text.encode())
+        self._own = entry
+        return entry
 
     def entries(self) -> tuple[CpuBoardEntry, ...]:
         """The entries of all living workers, sorted by worker id."""

@@ -105,8 +105,14 @@ class SharedCpus:
         self._cpu_board.set_backlog(0)
         wake(self._words, self._own.index * ENTRY_WORDS)
 
+    def change_role(self, role: str) -> None:
+        """Take the part of a worker of this role. No step may be in flight."""
+        if role != self._own.role:
+            self._own = self._cpu_board.change_role(role)
+            self.refresh()
+
     def refresh(self) -> None:
-        """Divide the CPUs again if a worker joined or left."""
+        """Divide the CPUs again if a worker joined, left or changed its role."""
         entries = self._cpu_board.entries()
         if entries == self._entries:
             return

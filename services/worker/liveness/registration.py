@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blockstore.redis_store import RedisStore
-from blockstore.registry import Member, Registry, State
+from blockstore.registry import Member, Registry, Role, State
 from quire.worker_names import new_worker_id
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime import redis
@@ -26,8 +26,10 @@ if TYPE_CHECKING:  # these modules import torch
 
 
 @asynccontextmanager
-async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterator["Registration"]:
-    """Register a worker under a new name, renew the registration, and withdraw it at the end.
+async def registered(
+    settings: WorkerSettings, role: Role, patience_s: float
+) -> AsyncIterator["Registration"]:
+    """Register a worker under a new id, renew the registration, and withdraw it at the end.
 
     It waits `patience_s` for Redis at the start. Raises if Redis is not there by then, or if the
     registry is lost later.
@@ -37,7 +39,7 @@ async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterat
         store, registry = await redis.connect(
             settings, stack, store_retry_for_s=math.inf, patience_s=patience_s
         )
-        registration = Registration(settings, store, registry)
+        registration = Registration(settings, role, store, registry)
         renewing = vital.create_task(registration.heartbeat.keep())
         yield registration
         renewing.cancel()
@@ -46,13 +48,15 @@ async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterat
 class Registration:
     """A worker's entry in the registry, and the worker's connection to the store."""
 
-    def __init__(self, settings: WorkerSettings, store: RedisStore, registry: Registry) -> None:
+    def __init__(
+        self, settings: WorkerSettings, role: Role, store: RedisStore, registry: Registry
+    ) -> None:
         self.store = store
         self.heartbeat = RegistryHeartbeat(registry, self._describe)
         self._worker: PoolWorker[Any] | None = None
         self._member = Member(
             member_id=new_worker_id(settings.service, settings.worker_number),
-            role=settings.service,
+            role=role,
             address="",
             state="starting",
             pid=os.getpid(),
@@ -75,11 +79,18 @@ class Registration:
     def draining(self) -> bool:
         return self._worker is not None and self._worker.draining
 
-    def set_serving(self, worker: "PoolWorker[Any]", address: str, loaded: "LoadedModel") -> None:
-        """Report from now on that the worker serves, at this address."""
+    @property
+    def leaving(self) -> bool:
+        return self._worker is not None and self._worker.draining and not self._worker.next_role
+
+    def set_serving(
+        self, worker: "PoolWorker[Any]", role: Role, address: str, loaded: "LoadedModel"
+    ) -> None:
+        """Report from now on that the worker serves, in this role at this address."""
         self._worker = worker
         self._member = replace(
             self._member,
+            role=role,
             address=address,
             state="serving",
             pool_id=worker.pool_id,

@@ -57,12 +57,13 @@ class _RejoiningWorker:
             except* (WorkerFenced, UnknownWorker) as errors:
                 worker_id = self._registration.worker_id if self._registration else ""
                 log.error("worker_given_up", worker_id=worker_id, reason=str(_first(errors)))
-            if self._registration is None or self._registration.draining:
+            if self._registration is None or self._registration.leaving:
                 return
             patience_s = math.inf  # Redis was there before, so wait until it is back
 
     async def _serve(self, patience_s: float) -> None:
-        async with registered(self._settings, patience_s) as self._registration:
+        role = self._process.role if self._process else self._settings.service
+        async with registered(self._settings, role, patience_s) as self._registration:
             if self._process is None:
                 self._process = await _import_process(self._settings, self._stop)
             await self._process.serve(self._registration)

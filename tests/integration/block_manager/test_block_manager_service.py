@@ -28,7 +28,7 @@ from services.block_manager.operators.drain import send_drain
 from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
 from services.protocol.version import PROTOCOL_VERSION
-from services.runtime.errors import Unauthenticated, VersionMismatch
+from services.runtime.errors import InvalidRequest, Unauthenticated, VersionMismatch
 from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.secret import OTHER, SECRET, guard
 
@@ -175,6 +175,8 @@ class Drainable:
 
     def __init__(self, pb2: Any, role: str, worker_id: str, *, answers: bool = True) -> None:
         self.worker_id = worker_id
+        self.refusal = ""
+        """Why it refuses to drain, if it does."""
         self.response = getattr(pb2, f"{role.capitalize()}ConnectResponse")
         self.answers = answers
         self.hello: worker_pb2.Hello | None = None
@@ -188,7 +190,10 @@ class Drainable:
                     self.hello = request.hello
                     yield self.response(welcome=worker_pb2.Welcome(worker_id=self.worker_id))
                     continue
+                if self.refusal:
+                    raise InvalidRequest(self.refusal)
                 self.drains += 1
+                self.next_role = request.drain.next_role
                 if self.answers:
                     yield self.response(load=worker_pb2.WorkerLoad(num_running=9))
                     yield self.response(draining=worker_pb2.Draining(num_running=2))
@@ -326,6 +331,38 @@ async def test_one_of_two_drains_of_the_last_two_workers_is_refused(served: Serv
     refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
     assert [error.code() for error in refused] == [grpc.StatusCode.FAILED_PRECONDITION]
     assert sorted(worker.drains for worker in workers) == [0, 1]
+
+
+async def test_a_worker_is_told_the_role_that_it_takes_next(served: Served) -> None:
+    """A worker that refuses stays as it is, so another one may be drained at once."""
+    worker = await start(served, "decode")
+    asked = pb.DrainWorkerRequest(worker_id="decode-1", next_role="prefill")
+    worker.refusal = "decode-1 drains already"
+    with pytest.raises(grpc.aio.AioRpcError, match="decode-1 drains already") as raised:
+        await served.stub.DrainWorker(asked)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    other = DrainableDecode(decode_pb2, "decode", "decode-2")
+    register = decode_pb2_grpc.add_DecodeServicer_to_server
+    await served.start_worker(other, register, "decode", "decode-2")
+    await served.registry.withdraw("decode-idle")
+    await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-2"))
+    worker.refusal = ""
+    with pytest.raises(grpc.aio.AioRpcError, match="last decode worker"):
+        await served.stub.DrainWorker(asked)
+    await served.announce("decode-3")
+    await served.stub.DrainWorker(asked)
+    assert (worker.drains, worker.next_role) == (1, "prefill")
+
+
+async def test_a_worker_that_has_taken_a_role_counts_for_it_at_once(served: Served) -> None:
+    """It was told to leave its old role a moment ago."""
+    await start(served, "decode")
+    await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-1", next_role="prefill"))
+    await served.announce("decode-1", "prefill")
+    worker = await start(served, "prefill")
+    await served.registry.withdraw("prefill-idle")
+    await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="prefill-1"))
+    assert worker.drains == 1
 
 
 async def test_a_worker_refuses_a_drain_signed_with_another_secret(served: Served) -> None:

@@ -1,7 +1,9 @@
 """The workers as the registry lists them: joining, leaving, and unusable ones."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.worker import Worker
 from services.runtime.errors import StartupError
+from tests.waiting import until
 
 TTL_S = 1e6
 
@@ -137,6 +140,20 @@ async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
     assert not setup.connections["d1"].closed
 
 
+async def test_a_worker_that_has_taken_another_role_gets_a_new_connection(
+    setup: DirectorySetup,
+) -> None:
+    """Also if the directory has not seen it drain: the registry is read only once in a while."""
+    await setup.announce(member("p1", "prefill"), member("w2", "prefill"), member("d1", "decode"))
+    before = setup.connections.pop("w2")
+    await setup.announce(replace(member("w2", "decode"), address="host:2"))
+    assert before.closed
+    (pool,) = setup.directory.complete_pools("one")
+    assert [worker.id for worker in pool.prefill] == ["p1"]
+    assert sorted(worker.id for worker in pool.decode) == ["d1", "w2"]
+    assert setup.connections["w2"].worker.member.address == "host:2"
+
+
 async def test_a_model_is_read_while_its_workers_start(setup: DirectorySetup) -> None:
     starting = replace(member("p1", "prefill"), state="starting", pool_id="")
     broken = replace(member("p2", "prefill"), state="starting", model_dir="bad")
@@ -153,13 +170,15 @@ async def test_starting_workers_are_looked_for_more_often(
 ) -> None:
     pauses: list[float] = []
 
-    async def sleep(delay_s: float) -> None:
+    async def wait_for(woken: Coroutine[Any, Any, bool], delay_s: float) -> None:
+        woken.close()
         pauses.append(delay_s)
         if len(pauses) == 3:
             raise asyncio.CancelledError
         await setup.registry.withdraw("p1")
+        raise TimeoutError
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
     monkeypatch.setattr(directory_module, "until_tick", lambda pause_s: pause_s)
     await setup.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
     directory = WorkerDirectory(
@@ -168,6 +187,26 @@ async def test_starting_workers_are_looked_for_more_often(
     with pytest.raises(asyncio.CancelledError):
         await directory.watch()
     assert pauses == [0.05, 0.5, 0.5]
+
+
+async def test_the_registry_is_read_again_at_once_when_a_worker_has_changed(
+    setup: DirectorySetup,
+) -> None:
+    """A worker that has taken another role closes its streams, and serves a moment later."""
+    await setup.announce(member("p1", "prefill"), member("w2", "prefill"), member("d1", "decode"))
+    directory = WorkerDirectory(
+        *(setup.registry, setup.store, setup._connect, setup._load, setup.changes.notify),
+        poll_s=3600,
+    )
+    watching = asyncio.create_task(directory.watch())
+    await until(directory.ready)
+    changing = setup.connections.pop("w2").worker
+    changing.draining, changing.connected = True, False
+    directory.look_again()
+    await setup.registry.announce(member("w2", "decode"), TTL_S)
+    await until(lambda: len(directory.decode_workers()["a"]) == 2)
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def test_a_broken_model_directory_makes_only_its_workers_unusable(

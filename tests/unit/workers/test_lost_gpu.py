@@ -11,6 +11,7 @@ from blockstore.errors import PoolGone, StoreUnavailable
 from kvops.cuda.vmm import LOST_CODES, DeviceLost
 from services.engine.device.opening import lost_device
 from services.pool.directory import PoolDirectory
+from services.worker.config import PrefillSettings
 from services.worker.liveness.registration import Registration
 from services.worker.process import WorkerProcess
 
@@ -32,7 +33,7 @@ class Failing(WorkerProcess):
 
 
 async def serve(error: Exception, pool: Path) -> None:
-    worker = Failing(cast(Any, None), asyncio.Event())
+    worker = Failing(PrefillSettings(model=pool), asyncio.Event())
     worker.error = error
     worker._directory = PoolDirectory(pool)
     await worker.serve(cast(Any, None))

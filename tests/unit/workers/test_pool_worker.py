@@ -12,12 +12,15 @@ from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
+from services.runtime.errors import InvalidRequest
 from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
 
+from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
 
 
@@ -52,3 +55,16 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     worker.role.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
     with pytest.raises(ValueError, match="cannot be sent"):
         await asyncio.wait_for(working, 10)
+
+
+async def test_a_worker_without_the_draft_model_of_decode_stays_a_prefill_worker(
+    pair: WorkerPair,
+) -> None:
+    """It would decode without drafts, while its deployment counts on them."""
+    member = await join(pair.store, pair.spec, "prefill-2-0000000a", pair.arena.stamps)
+    metrics, forward = WorkerMetrics(CollectorRegistry()), FakeForward(pair.arena)
+    parts = pair.store, member, forward, pair.prefill.limits, metrics
+    worker = PoolWorker(WorkerParts(*parts, lacks_draft=True), Prefill)
+    with pytest.raises(InvalidRequest, match=r"prefill-2 was started .* without the draft model"):
+        worker.drain("decode")
+    assert not worker.draining

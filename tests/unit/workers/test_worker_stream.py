@@ -197,6 +197,36 @@ async def test_draining_is_announced_at_once(
         assert (await anext(responses)).load.draining
 
 
+def drain(next_role: str) -> decode_pb2.DecodeConnectRequest:
+    return decode_pb2.DecodeConnectRequest(drain=worker_pb2.Drain(next_role=next_role))
+
+
+async def test_a_role_that_is_refused_ends_the_stream_and_leaves_the_worker(
+    pair: WorkerPair,
+) -> None:
+    service: Any = WorkerStream(pair.decode)
+    async with asyncio.timeout(10):
+        for role, reason in (("decode", "is a decode worker already"), ("chef", "not for 'chef'")):
+            gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=HELLO), drain(role))
+            with pytest.raises(InvalidRequest, match=reason):
+                async for _ in service.Connect(gateway, None):
+                    pass
+    assert not pair.decode.draining
+
+
+async def test_a_drain_before_the_end_of_a_change_of_role_wins(pair: WorkerPair) -> None:
+    """An operator who wants the worker gone gets that. A worker that leaves takes no role again,
+    and the same change told twice is one change."""
+    worker = pair.decode
+    assert worker.drain("prefill") == worker.drain("prefill") == 0
+    assert (worker.draining, worker.next_role) == (True, "prefill")
+    worker.drain()
+    assert worker.next_role is None
+    with pytest.raises(InvalidRequest, match="drains already, so it takes no other role"):
+        worker.drain("prefill")
+    assert worker.next_role is None
+
+
 async def test_an_attempt_sent_twice_fails_as_a_whole(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
     submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
