@@ -288,7 +288,15 @@ class Worker:
     tokens_per_s: int = 0
     """The tokens computed in a second of steps."""
     name: str = ""
-    """The name for people, which stays when the worker starts again with another id."""
+    """The name for people, which stays when the worker starts again with another id, and when it
+    takes the other role."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker has no request, and computed none in the last seconds."""
+        return not (
+            self.num_running or self.num_waiting or self.num_pending_tokens or self.busy_permille
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,8 @@ class Child:
         is_steady: Callable[[], bool],
     ) -> None:
         self.spec = spec
+        self.role = spec.role
+        """The role of a worker, which it has again when it starts again."""
         self._pipe = pipe
         self._listeners = listeners
         self._console = console
@@ -155,6 +157,11 @@ class Child:
         """When the process started, by the event loop's clock; infinite if none runs."""
         runs = self._process is not None and self._process.returncode is None
         return self._started_at if runs else math.inf
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process, or None if none runs."""
+        return self._process.pid if self.running_since < math.inf and self._process else None
 
     @property
     def failure(self) -> str:
@@ -241,7 +248,7 @@ class Child:
             stderr=STDOUT,
             env={
                 **os.environ,
-                **self.spec.variables,
+                **self._variables(),
                 **{name: str(fd) for name, fd in inherited.items()},
             },
             pass_fds=tuple(inherited.values()),
@@ -252,6 +259,11 @@ class Child:
         last_line = await self._forward(self._process)
         status = await self._process.wait()
         return Exit(status, loop.time() - self._started_at, last_line)
+
+    def _variables(self) -> Mapping[str, str]:
+        if self.role == self.spec.role:
+            return self.spec.variables
+        return {**self.spec.variables, f"QUIRE_{self.spec.role.upper()}_FIRST_ROLE": self.role}
 
     async def _forward(self, process: Process) -> str:
         """Forward the service's output; returns its last line. A carriage return ends a line too,

@@ -110,11 +110,13 @@ class Supervisor:
         # gRPC is imported while the services start, which takes longer.
         await asyncio.to_thread(import_module, "quire.supervisor.readiness")
         from quire.supervisor.readiness import wait_until_serving
+        from quire.supervisor.roles import Roles
         from quire.supervisor.service import served
         from quire.supervisor.upgrade import Upgrader
 
-        upgrader = Upgrader(self._children, self._start, scaler, self._directory)
-        await stack.enter_async_context(served(scaler, upgrader, self._directory))
+        roles = Roles(self._children, self._directory)
+        upgrader = Upgrader(self._children, self._start, scaler, roles, self._directory)
+        await stack.enter_async_context(served(scaler, upgrader, roles, self._directory))
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),
             has_others=self._options.shares_store,

@@ -11,6 +11,7 @@ from quire.errors import QuireError
 from quire.sockets import living_sockets, operations_socket
 from quire.supervisor.child import Child, ChildSpec, Stage
 from quire.supervisor.models import ROLES
+from quire.supervisor.roles import Roles
 from quire.supervisor.worker_scaler import WorkerScaler
 from quire.types import Upgrade
 
@@ -46,11 +47,13 @@ class Upgrader:
         children: Sequence[Child],
         start: Callable[[ChildSpec], Child],
         scaler: WorkerScaler,
+        roles: Roles,
         run: Path,
     ) -> None:
         self._children = children
         self._start = start
         self._scaler = scaler
+        self._roles = roles
         self._run = run
         self._task: asyncio.Task[None] | None = None
         self._steps: list[str] = []
@@ -81,6 +84,7 @@ class Upgrader:
             for old in self._staying(Stage.BLOCK_MANAGER) + movers:
                 old.restart()
                 self._steps.append(f"{old.name} starts again.")
+            await self._roles.follow()
             for olds in self._worker_pairs():
                 await self._replace_workers(olds)
         except _Failed as failed:
@@ -95,7 +99,7 @@ class Upgrader:
         workers = [each for each in self._staying(Stage.WORKER) if each.spec.role]
         for model in dict.fromkeys(each.spec.model for each in workers):
             of_model = [each for each in workers if each.spec.model == model]
-            roles = [[each for each in of_model if each.spec.role == role] for role in ROLES]
+            roles = [[each for each in of_model if each.role == role] for role in ROLES]
             for pair in zip_longest(*roles):
                 yield [each for each in pair if each is not None]
 
@@ -118,7 +122,7 @@ class Upgrader:
         )
 
     async def _replace_workers(self, olds: Sequence[Child]) -> None:
-        news = [self._scaler.start_worker(old.spec.role, old.spec.model) for old in olds]
+        news = [self._scaler.start_worker(old.role, old.spec.model) for old in olds]
         names = {new.name for new in news}
 
         async def serve() -> bool:

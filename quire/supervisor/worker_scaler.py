@@ -1,13 +1,13 @@
-"""Changes the number of workers of a run: starts more of a role, or drains those that have run the
-shortest."""
+"""Changes the number of workers of a run: lets workers take the other role, starts more of a role,
+or drains those that have run the shortest."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from quire.supervisor.child import Child, ChildSpec
 from quire.supervisor.models import ROLES
 from quire.supervisor.options import MAX_SERVICES
-from quire.types import Scaled
+from quire.types import Scaled, Worker
 
 
 class WorkerScaler:
@@ -39,6 +39,45 @@ class WorkerScaler:
         may have, or if the model is not clear.
         """
         asked, model = model, self._chosen(model)
+        warning, starting, leaving = self._check(wanted, model), list[str](), list[str]()
+        num_prefill, num_decode = (
+            self._scale_role(role, model, wanted.get(role), starting, leaving) for role in ROLES
+        )
+        names = tuple(starting), tuple(leaving)
+        return Scaled(num_prefill, num_decode, *names, self.failing(asked), warning)
+
+    def changes(
+        self, wanted: Mapping[str, int | None], model: str, serving: Mapping[str, Worker]
+    ) -> Iterator[tuple[Worker, str]]:
+        """Yield workers that take the other role rather than leave while others start, each with
+        that role. A role that is not in `wanted` gives idle workers, but keeps one.
+
+        `serving` has the workers that serve, by name. Raises ValueError as `scale` does.
+        """
+        model = self._chosen(model)
+        self._check(wanted, model)
+        for role, other in (ROLES, ROLES[::-1]):
+            lacking = (wanted.get(role) or 0) - len(self._staying(role, model))
+            # First those that were started for the role, and so are named after it.
+            there = sorted(
+                self._staying(other, model),
+                key=lambda child: (child.spec.role != role, -child.running_since),
+            )
+            able = [serving[child.name] for child in there if child.name in serving]
+            kept = wanted.get(other)
+            if kept is None:
+                kept, able = 1, [worker for worker in able if worker.is_idle]
+            yield from ((each, role) for each in able[: max(0, min(lacking, len(there) - kept))])
+
+    def failing(self, model: str = "") -> dict[str, str]:
+        """Return why workers of a model do not start, by worker name; an empty `model` means all
+        models."""
+        workers = (child for role in ROLES for child in self._workers(role, model))
+        return {child.name: child.failure for child in workers if child.failure}
+
+    def _check(self, wanted: Mapping[str, int | None], model: str) -> str:
+        """Return what the operator should know about the number of workers of the run; nothing if
+        that number does not grow. Raises ValueError if a role would have too many or too few."""
         for role, number in wanted.items():
             if number is not None and not self._fewest <= number <= MAX_SERVICES:
                 fewest = self._fewest
@@ -49,22 +88,6 @@ class WorkerScaler:
         ]
         if not any(numbers):
             raise ValueError("a run without workers serves nothing: end it with `quire down`")
-        warning, starting, leaving = self._warning(wanted, model), list[str](), list[str]()
-        num_prefill, num_decode = (
-            self._scale_role(role, model, wanted.get(role), starting, leaving) for role in ROLES
-        )
-        names = tuple(starting), tuple(leaving)
-        return Scaled(num_prefill, num_decode, *names, self.failing(asked), warning)
-
-    def failing(self, model: str = "") -> dict[str, str]:
-        """Return why workers of a model do not start, by worker name; an empty `model` means all
-        models."""
-        workers = (child for role in ROLES for child in self._workers(role, model))
-        return {child.name: child.failure for child in workers if child.failure}
-
-    def _warning(self, wanted: Mapping[str, int | None], model: str) -> str:
-        """Return what the operator should know about the number of workers of the run; nothing if
-        that number does not grow. Raises ValueError if there would be too many."""
         now = {key: len(self._staying(*key)) for key in self._groups}
         then = now | {(role, model): n for role, n in wanted.items() if n is not None}
         grows = sum(then.values()) > sum(now.values())
@@ -102,9 +125,9 @@ class WorkerScaler:
 
         The worker gets the lowest `number` that no running worker has, and so that number's ports.
         """
-        names = [child.name for child in self._workers(role)]
-        index = 1 + max((int(name.rpartition("-")[2]) for name in names), default=0)
-        taken = {child.spec.number for child in self._workers(role) if not child.has_ended}
+        alike = [child for child in self._children if child.spec.role == role]
+        index = 1 + max((int(child.name.rpartition("-")[2]) for child in alike), default=0)
+        taken = {child.spec.number for child in alike if not child.has_ended}
         number = next(n for n in itertools.count() if n not in taken)
         spec = self._groups[role, model].worker(index, number)
         return self._start(spec)
@@ -113,9 +136,9 @@ class WorkerScaler:
         return [child for child in self._workers(role, model) if child.is_staying]
 
     def _workers(self, role: str, model: str = "") -> list[Child]:
-        """Return the workers of a role and a model; an empty `model` means all models."""
+        """Return the workers that have a role now, of a model; an empty `model` means all."""
         return [
             child
             for child in self._children
-            if child.spec.role == role and model in ("", child.spec.model)
+            if child.role == role and model in ("", child.spec.model)
         ]

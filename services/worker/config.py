@@ -42,6 +42,10 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         description="the worker's number in its run, by which it is named: decode-1; none: its id "
         "is its name",
     )
+    first_role: Literal["prefill", "decode"] | None = Field(
+        None,
+        description="the role with which the worker begins, if its own is not that of its service",
+    )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
     step_limit_s: float = Field(
         default=120.0,
@@ -80,6 +84,11 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     def _check_cpus(cls, text: str) -> str:
         _parse_cpus(text)
         return text
+
+    @property
+    def role(self) -> Literal["prefill", "decode"]:
+        """The role with which the worker begins."""
+        return self.first_role or self.service
 
     @property
     def devices(self) -> tuple[str, ...]:

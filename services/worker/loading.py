@@ -100,7 +100,7 @@ class _Load:
         draft, draft_plan = None, plan_draft(settings, config, self.kv_dtype)
         with place.weights.interleaved() if place else nullcontext():
             model = self._model()
-            if draft_plan is not None and settings.service == "decode":
+            if draft_plan is not None and settings.role == "decode":
                 loading = settings, draft_plan, backend, self.dtype_name, self.cache, self.progress
                 draft = load_draft(*loading)
         kinds = {

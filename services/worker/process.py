@@ -53,7 +53,7 @@ class WorkerProcess:
     id, its pool and all other parts that are not the role's."""
 
     def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
-        self.role: RoleName = settings.service
+        self.role: RoleName = settings.role
         """The role that the worker has, or is about to take; a worker that rejoins takes it too."""
         self._settings = settings
         self._stop = stop

@@ -11,6 +11,7 @@ import pytest
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.crowding import crowding
 from quire.supervisor.worker_scaler import WorkerScaler
+from quire.types import Worker
 
 
 @dataclass
@@ -22,6 +23,9 @@ class Process:
     is_staying: bool = True
     has_ended: bool = False
     failure: str = ""
+
+    def __post_init__(self) -> None:
+        self.role = self.spec.role
 
     @property
     def name(self) -> str:
@@ -45,7 +49,11 @@ def scaler_of(
         Process(group.worker(number + 1, number), running_since=float(number))
         for group, number in zip(groups, numbers, strict=True)
     ]
-    start = lambda spec: children.append(Process(spec))  # noqa: E731
+
+    def start(spec: ChildSpec) -> Any:
+        children.append(Process(spec))
+        return children[-1]
+
     return WorkerScaler(children, start, groups, warn_of=warn_of), children
 
 
@@ -100,3 +108,64 @@ def test_more_workers_than_cpus_are_warned_of_and_many_more_refused() -> None:
 
 def test_workers_on_a_gpu_need_no_cpu_each() -> None:
     assert crowding(60, is_on_gpu=True, num_cpus=2) == ""
+
+
+def serving(*names: str, busy: str = "") -> dict[str, Worker]:
+    return {
+        name: Worker(
+            *(f"{name}-0000000a", name[:-2], "", "pool", "m", "serving", 0, 0, 0, 0, {}, 0),
+            busy_permille=500 if name == busy else 0,
+            name=name,
+        )
+        for name in names
+    }
+
+
+def four_workers() -> tuple[WorkerScaler, list[Any]]:
+    scaler, children = scaler_of("m")
+    scaler.scale({"prefill": 2, "decode": 2})
+    named(children, "prefill-2").running_since = 7.0
+    named(children, "decode-2").running_since = 8.0
+    return scaler, children
+
+
+def changes(
+    scaler: WorkerScaler, wanted: dict[str, int | None], workers: dict[str, Worker]
+) -> list[tuple[str, str]]:
+    return [(worker.name, role) for worker, role in scaler.changes(wanted, "", workers)]
+
+
+ALL_FOUR = "prefill-1", "prefill-2", "decode-1", "decode-2"
+
+
+def test_workers_take_the_other_role_rather_than_leave_while_others_start() -> None:
+    scaler, children = four_workers()
+    wanted: dict[str, int | None] = {"prefill": 1, "decode": 4}
+    assert changes(scaler, wanted, serving(*ALL_FOUR)) == [("prefill-2", "decode")]
+    named(children, "prefill-2").role = "decode"
+    scaled = scaler.scale(wanted)
+    assert (scaled.starting, scaled.leaving) == (("decode-3",), ())
+
+
+def test_a_worker_with_another_role_keeps_its_name_and_number() -> None:
+    """The next worker of its old role gets neither of them, nor its ports."""
+    scaler, children = four_workers()
+    named(children, "decode-2").role = "prefill"
+    assert scaler.scale({"decode": 2}).starting == ("decode-3",)
+    assert named(children, "decode-3").spec.number == 2
+    back = changes(scaler, {"prefill": 2, "decode": 3}, serving(*ALL_FOUR))
+    assert back == [("decode-2", "decode")]
+    assert scaler.scale({"prefill": 2}).leaving == ("decode-2",)
+
+
+def test_only_an_idle_worker_leaves_a_role_that_keeps_its_number() -> None:
+    """`quire scale decode=4` says nothing of prefill, which keeps at least one worker."""
+    scaler, _ = four_workers()
+    wanted: dict[str, int | None] = {"prefill": None, "decode": 4}
+    assert changes(scaler, wanted, serving(*ALL_FOUR)) == [("prefill-2", "decode")]
+    busy = serving(*ALL_FOUR, busy="prefill-2")
+    assert changes(scaler, wanted, busy) == [("prefill-1", "decode")]
+    assert not changes(scaler, wanted, serving("decode-1", "decode-2"))
+    assert not changes(scaler, {"prefill": 2, "decode": 4}, serving(*ALL_FOUR))
+    with pytest.raises(ValueError, match="decode=99"):
+        changes(scaler, {"decode": 99}, serving(*ALL_FOUR))

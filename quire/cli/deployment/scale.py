@@ -26,7 +26,7 @@ def scale(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Start or drain workers of a `quire serve`."""
+    """Let workers of a `quire serve` take the other role, start or drain some."""
     wanted = dict(map(_number_of_workers, numbers))
     with gateway.connect() as client:
         scaled = client.scale(
@@ -40,7 +40,7 @@ def scale(
             _wait_until_scaled(client, wanted, model, until.timeout)
         if as_json:
             print_json([scaled])
-        elif until.wait or not (scaled.starting or scaled.leaving):
+        elif until.wait or not (scaled.starting or scaled.leaving or scaled.changing):
             print(f"{scaled.num_prefill} prefill and {scaled.num_decode} decode workers")
 
 
@@ -48,6 +48,8 @@ def print_change(scaled: Scaled) -> None:
     for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
         if names:
             print(f"to {verb}: {', '.join(names)}")
+    for name, role in scaled.changing.items():
+        print(f"to become a {role} worker: {name}")
 
 
 def _number_of_workers(text: str) -> tuple[str, int]:

@@ -55,8 +55,8 @@ def take_place(settings: WorkerSettings, worker_id: str, host: HostCpus | None =
     settings.pool_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     cpu_board = CpuBoard(settings.pool_root / "board")
     choices = domains(divided, num_workers)
-    choose = partial(choose_domain, settings.service, choices)
-    entry = cpu_board.take_entry(settings.service, worker_id, choose)
+    choose = partial(choose_domain, settings.role, choices)
+    entry = cpu_board.take_entry(settings.role, worker_id, choose)
     log.info(
         "place_chosen",
         nodes=list(entry.nodes),

@@ -62,7 +62,7 @@ class _RejoiningWorker:
             patience_s = math.inf  # Redis was there before, so wait until it is back
 
     async def _serve(self, patience_s: float) -> None:
-        role = self._process.role if self._process else self._settings.service
+        role = self._process.role if self._process else self._settings.role
         async with registered(self._settings, role, patience_s) as self._registration:
             if self._process is None:
                 self._process = await _import_process(self._settings, self._stop)

@@ -24,7 +24,7 @@ async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_
     line into the gateway's log."""
     none = cast("Any", None)
     async with (
-        served(none, Upgrader((), none, none, tmp_path), tmp_path),
+        served(none, Upgrader((), none, none, none, tmp_path), none, tmp_path),
         aio.insecure_channel(supervisor_address(tmp_path), PINGS) as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)

@@ -1,0 +1,53 @@
+"""The roles that the workers of a run have now, which gateways know."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from quire.async_client import AsyncClient
+from quire.errors import QuireError
+from quire.sockets import living_sockets
+from quire.supervisor.child import Child
+from quire.types import Worker
+
+_ANSWER_S = 2.0
+"""How long a gateway may take to list the workers, or a worker to begin to take a role."""
+
+
+class Roles:
+    """Follows and changes the roles of a run's workers, over a gateway with a socket in the
+    directory `run`. `children` are all services that the run has ever started."""
+
+    def __init__(self, children: Sequence[Child], run: Path) -> None:
+        self._children = children
+        self._run = run
+
+    async def follow(self) -> Mapping[str, Worker]:
+        """Note the roles that workers have taken. Returns the workers that serve, by name; none if
+        no gateway answers."""
+        children = {(child.name, child.pid): child for child in self._children if child.role}
+        own: list[Worker] = []
+        with suppress(QuireError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_S), self._client() as client:
+                own = [one for one in await client.workers() if (one.name, one.pid) in children]
+        for worker in own:
+            children[worker.name, worker.pid].role = worker.role
+        return {worker.name: worker for worker in own if worker.state == "serving"}
+
+    async def change(self, wanted: Iterable[tuple[Worker, str]]) -> Mapping[str, str]:
+        """Let each worker take a role. Returns the new roles by name. A worker that refuses or does
+        not answer stays as it is."""
+        changed: dict[str, str] = {}
+        for worker, role in wanted:
+            with suppress(QuireError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S), self._client() as client:
+                    await client.change_role(worker.worker_id, role)
+                changed[worker.name] = role
+        for child in self._children:
+            child.role = changed.get(child.name, child.role)
+        return changed
+
+    def _client(self) -> AsyncClient:
+        """A client of the newest gateway."""
+        return AsyncClient(f"unix:{(living_sockets(self._run) or [''])[-1]}")
