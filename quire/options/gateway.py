@@ -51,6 +51,11 @@ class RequestOptions(AdapterOptions):
         description="accept [priorities](requests.md#priority) from clients; without it, any "
         "priority other than 0 is refused",
     )
+    auto_roles: Annotated[bool, Flag()] = Field(
+        default=False,
+        description="let workers [take the other role](scaling.md#roles) as the load asks, by the "
+        "targets of quire:recommended_workers",
+    )
     report_cached_tokens: Annotated[bool, _NETWORK] = Field(
         default=False,
         description="report to every client how many of its prompt's tokens were cached; without "

@@ -50,4 +50,5 @@ class Roles:
 
     def _client(self) -> AsyncClient:
         """A client of the newest gateway."""
-        return AsyncClient(f"unix:{(living_sockets(self._run) or [''])[-1]}")
+        sockets = living_sockets(self._run)
+        return AsyncClient(f"unix:{sockets[-1] if sockets else ''}")

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
+from blockstore.registry import Registry, Role
+from blockstore.store import BlockStore
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
+from quire.v1.block_manager_pb2 import DrainWorkerRequest
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.access_control import AccessControl
@@ -33,6 +36,7 @@ from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.output.output import PAUSE_AFTER_S
 from services.gateway.request.metrics import RequestMetrics
+from services.gateway.scheduling.planner import AutoRoles
 from services.gateway.wiring import Wiring, start_gateway, update_health
 from services.gateway.workers.adapters import GatewayAdapters
 from services.runtime import open_files, redis
@@ -56,6 +60,8 @@ replica takes over."""
 RETIRE_S = 3600.0
 """The longest that a gateway's requests go on after another process has taken its place; the
 supervisor then ends it."""
+_DRAIN_LIMIT_S = 10.0
+"""How long the block manager may take to tell a worker its next role."""
 _LAST_WRITES_S = 1.0
 """How long the servers run after all requests have ended, to write the last answers."""
 
@@ -114,7 +120,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
             following = update_health(wiring, (server, operations), heartbeat)
-            works = (heartbeat.keep(), following, history.keep())
+            works = [heartbeat.keep(), following, history.keep()]
+            if settings.auto_roles:
+                works.append(_auto_roles(settings, wiring, registry, store, relays[0]).follow())
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
@@ -197,6 +205,22 @@ def _relays(
     for relay in relays:
         stack.push_async_callback(relay.close)
     return relays
+
+
+def _auto_roles(
+    settings: GatewaySettings,
+    wiring: Wiring,
+    registry: Registry,
+    store: BlockStore,
+    block_manager: Relay,
+) -> AutoRoles:
+    async def change_role(worker_id: str, role: Role) -> None:
+        request = DrainWorkerRequest(worker_id=worker_id, next_role=role)
+        await block_manager.send("DrainWorker", request.SerializeToString(), _DRAIN_LIMIT_S)
+
+    targets = settings.target_ttft_s, settings.target_inter_token_s
+    num_waiting = wiring.dispatcher.num_waiting_for
+    return AutoRoles(wiring.gateway_id, registry, store, num_waiting, targets, change_role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The gateway's metrics for an autoscaler."""
+"""The gateway's plans: metrics for an autoscaler, and changes of roles."""
+
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -6,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from blockstore.registry import Load, Member, Role
-from services.gateway.scheduling.planner import export_plans
+from blockstore.registry import Load, Member, Role, State
+from services.gateway.scheduling.planner import AutoRoles, export_plans
 from services.runtime.metrics import GatewayMetrics
 
 SPEC = PoolSpec("p-1", "m", "fingerprint", 10, 16, 1024, 0)
@@ -41,3 +43,77 @@ async def test_a_pool_that_goes_meanwhile_changes_nothing() -> None:
     with pytest.raises(Exception, match="gone"):
         await export_plans(registry, MemoryStore(), lambda name: 0, gauge, 1.0, 0.1)
     assert metrics.get_sample_value("quire:recommended_workers") is None
+
+
+class Deployment:
+    """Two prefill workers and a decode worker on a pool, and a gateway that lets them change."""
+
+    def __init__(self) -> None:
+        self.registry, self.store = MemoryRegistry(), MemoryStore()
+        self.changes: list[tuple[str, Role]] = []
+        self.roles = AutoRoles(
+            *("gateway-2", self.registry, self.store, lambda name: 0, (1.0, 0.1)), self._change_role
+        )
+
+    async def _change_role(self, worker_id: str, role: Role) -> None:
+        self.changes.append((worker_id, role))
+
+    async def report(self, *busy: float, running: int = 10, state: State = "serving") -> None:
+        """Report the load of the prefill workers, and of a decode worker with 10 slots."""
+        for number, share in enumerate(busy, 1):
+            load = Load(busy_permille=round(1000 * share))
+            await self.registry.announce(member(f"prefill-{number}", "prefill", load), 60)
+        load = Load(num_running=running, num_free_slots=10 - running)
+        await self.registry.announce(replace(member("decode-1", "decode", load), state=state), 60)
+
+
+@pytest.fixture
+async def deployment() -> Deployment:
+    made = Deployment()
+    await made.store.register_pool(SPEC)
+    return made
+
+
+async def test_a_worker_changes_its_role_when_two_plans_in_a_row_say_so(
+    deployment: Deployment,
+) -> None:
+    """The least busy one; a peak that is over by the next plan changes nothing."""
+    await deployment.report(0.2, 0.1)
+    await deployment.roles.plan()
+    await deployment.report(0.2, 0.1, running=2)
+    await deployment.roles.plan()
+    await deployment.report(0.2, 0.1)
+    await deployment.roles.plan()
+    assert deployment.changes == []
+    await deployment.roles.plan()
+    assert deployment.changes == [("prefill-2", "decode")]
+    await deployment.roles.plan()
+    assert len(deployment.changes) == 1  # the next one is two plans away again
+
+
+async def test_roles_stay_if_the_other_role_has_no_worker_to_spare(deployment: Deployment) -> None:
+    """It is as busy, or has just one worker on the pool, or a worker is still changing."""
+    await deployment.report(0.6, 0.7)
+    await deployment.roles.plan()
+    await deployment.roles.plan()
+    await deployment.report(0.2, 0.1, state="draining")
+    await deployment.roles.plan()
+    await deployment.roles.plan()
+    await deployment.registry.withdraw("prefill-2")
+    await deployment.report(0.0)
+    await deployment.roles.plan()
+    await deployment.roles.plan()
+    assert deployment.changes == []
+
+
+async def test_one_of_several_gateways_changes_roles(deployment: Deployment) -> None:
+    await deployment.report(0.2, 0.1)
+    gateway = replace(member("gateway-1", "gateway", Load()), pool_id="", model="")
+    await deployment.registry.announce(gateway, 60)
+    await deployment.roles.plan()
+    await deployment.roles.plan()
+    assert deployment.changes == []
+    await deployment.registry.withdraw("gateway-1")
+    await deployment.roles.plan()
+    await deployment.roles.plan()
+    assert deployment.changes == [("prefill-2", "decode")]
