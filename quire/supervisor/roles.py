@@ -25,15 +25,21 @@ class Roles:
 
     async def follow(self) -> Mapping[str, Worker]:
         """Note the roles that workers have taken. Returns the workers that serve, by name; none if
-        no gateway answers."""
-        children = {(child.name, child.pid): child for child in self._children if child.role}
-        own: list[Worker] = []
+        no gateway answers. A worker that drains may be about to take the role that `change` has
+        noted."""
+        serving: dict[str, Worker] = {}
         with suppress(QuireError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S), self._client() as client:
-                own = [one for one in await client.workers() if (one.name, one.pid) in children]
-        for worker in own:
-            children[worker.name, worker.pid].role = worker.role
-        return {worker.name: worker for worker in own if worker.state == "serving"}
+                workers = await client.workers()
+            for child in self._children:
+                for worker in workers:
+                    if (worker.name, worker.pid, worker.state) == (
+                        child.name,
+                        child.pid,
+                        "serving",
+                    ):
+                        child.role, serving[child.name] = worker.role, worker
+        return serving
 
     async def change(self, wanted: Iterable[tuple[Worker, str]]) -> Mapping[str, str]:
         """Let each worker take a role. Returns the new roles by name. A worker that refuses or does

@@ -28,6 +28,10 @@ class Processes:
         self._stopped: dict[int, asyncio.TimerHandle] = {}
         self._terminating: set[int] = set()
         self._serving: dict[int, str] = {}
+        self._changing: set[int] = set()
+        """The workers that were told to take the other role, which may be under way."""
+        self._roles: dict[int, str] = {}
+        """The role of each worker that has served, as the registry listed it last."""
         self._num_gateways = len(deployment.address.split(","))
 
     async def inject(self, fault: Fault) -> str:
@@ -71,16 +75,15 @@ class Processes:
     # ── which processes there are ────────────────────────────────────────────────────────────────
 
     async def _choose_process(self, fault: Fault) -> int:
-        """The pid to hit. A process that is already ending may be killed or stopped, but is not
-        told to end again."""
+        """The pid to hit. A process that is already ending, or changes its role, may be killed or
+        stopped, but is not told to end again."""
         spare = 0 if fault.role == "block_manager" else 1
         while len(pids := await self._healthy(fault.role)) <= spare:
             await asyncio.sleep(0.1)
         if fault.verb in ("kill", "stop"):
             running = self._running(fault.role)
-            pids += [
-                pid for pid in running if pid in self._terminating and pid not in self._stopped
-            ]
+            busy = (self._terminating | self._changing) - self._stopped.keys()
+            pids += [pid for pid in running if pid in busy and pid not in pids]
         return pids[int(fault.which * len(pids))]
 
     async def _inject(self, fault: Fault, pid: int) -> None:
@@ -99,6 +102,11 @@ class Processes:
                 worker_id = self._serving[pid]
                 while await self._operator.call(lambda client: client.drain(worker_id)) is None:
                     await asyncio.sleep(0.1)
+            case "role":
+                worker_id, role = self._serving[pid], {"prefill": "decode", "decode": "prefill"}
+                other = role[fault.role]  # a worker that ends meanwhile refuses
+                self._changing.add(pid)
+                await self._operator.call(lambda client: client.change_role(worker_id, other))
 
     async def _healthy(self, role: str) -> list[int]:
         """Pids, in order, without those that are ending or stopped. A worker is healthy if the
@@ -118,7 +126,9 @@ class Processes:
         await self._operator.call(lambda run: run.scale(num_prefill=prefill, num_decode=decode))
         workers = await self._operator.call(AsyncClient.workers)
         if workers is not None:
-            ids = {worker.worker_id for worker in workers if worker.state == "serving"}
+            serving = [worker for worker in workers if worker.state == "serving"]
+            ids = {worker.worker_id for worker in serving}
+            self._roles |= {worker.pid: worker.role for worker in serving}
             pids = [pid for role in WORKERS for pid in self._running(role)]
             found = {pid: worker_ids(pid) & ids for pid in pids}
             self._serving = {
@@ -126,7 +136,12 @@ class Processes:
             }
 
     def _running(self, role: str) -> list[int]:
-        return sorted(self._deployment.children(f"(services[.]|--role=){role}"))
+        started = {
+            pid: of_spec
+            for of_spec in (WORKERS if role in WORKERS else (role,))
+            for pid in self._deployment.children(f"(services[.]|--role=){of_spec}")
+        }
+        return sorted(pid for pid in started if self._roles.get(pid, started[pid]) == role)
 
     def _resume(self, pid: int) -> None:
         del self._stopped[pid]

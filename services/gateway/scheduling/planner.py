@@ -32,7 +32,8 @@ class ModelPlan:
     def change(self) -> tuple[Member, Role] | None:
         """The worker that should take the other role, and that role: a role lacks a worker that the
         other one can spare on one of its pools; the least busy one goes."""
-        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        ways: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+        for role, other in ways:
             lacking, spare = self.roles[role], self.roles[other]
             if lacking.needed <= lacking.num_workers or spare.recommended >= spare.num_workers:
                 continue
