@@ -18,27 +18,33 @@ T = TypeVar("T")
 
 
 class Operator:
-    """`addresses`: the gateways' addresses for operations, separated by commas. Use it as a
-    context."""
+    """`addresses` returns the gateways' addresses for operations, separated by commas; a gateway
+    that starts again has a new one."""
 
-    def __init__(self, addresses: str) -> None:
-        self._clients = [AsyncClient(address) for address in addresses.split(",")]
+    def __init__(self, addresses: Callable[[], str]) -> None:
+        self._addresses = addresses
+        self._clients: dict[str, AsyncClient] = {}
         self._num_faults = 0
         self._num_audited = 0
         self._changed = asyncio.Condition()
 
     async def call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
         """The first answer of a gateway; None: no gateway answers now."""
-        for client in tuple(self._clients):
+        there = self._addresses().split(",")
+        for gone in self._clients.keys() - set(there):
+            await self._clients.pop(gone).close()
+        for address in filter(None, there):
+            self._clients.setdefault(address, AsyncClient(address))
+        for address, client in tuple(self._clients.items()):
             with suppress(QuireError, TimeoutError):
                 async with asyncio.timeout(ANSWER_LIMIT_S):
                     return await method(client)
-            self._clients.remove(client)
-            self._clients.append(client)
+            if self._clients.pop(address, None) is not None:  # asked last from now on
+                self._clients[address] = client
         return None
 
     async def close(self) -> None:
-        for client in self._clients:
+        for client in self._clients.values():
             await client.close()
 
     # ── audits, beside the faults ────────────────────────────────────────────────────────────────

@@ -147,6 +147,26 @@ def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
     assert capsys.readouterr().out == "decode-1 takes no new work; it still runs 3 requests\n"
 
 
+def test_a_worker_takes_the_other_role(gateway: Any, capsys: Any) -> None:
+    def listed(role: str) -> bm.Worker:
+        found = worker("prefill-2-0a1b2c3d")
+        found.role, found.state = role, bm.WORKER_STATE_SERVING
+        return found
+
+    gateway.worker_lists = [[listed("prefill")], [listed("prefill")], [listed("decode")]]
+    assert main(["role", "prefill-2", "decode", "--wait"]) == 0
+    asked = bm.DrainWorkerRequest(worker_id="prefill-2-0a1b2c3d", next_role="decode")
+    assert gateway.requests == [asked]
+    assert capsys.readouterr().out.splitlines() == [
+        "prefill-2 becomes a decode worker; it still runs 3 requests",
+        "prefill-2 serves as a decode worker",
+    ]
+    assert main(["role", "prefill-2", "gateway"]) == 2
+    gateway.worker_lists = [[listed("prefill")], []]
+    assert main(["role", "prefill-2", "decode", "--wait"]) == 1
+    assert "prefill-2 has ended" in capsys.readouterr().err
+
+
 def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
     """A pod knows its address, but not the worker's id."""
     gateway.worker_lists = [[worker("decode-1")]]
