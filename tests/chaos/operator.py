@@ -30,17 +30,15 @@ class Operator:
 
     async def call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
         """The first answer of a gateway; None: no gateway answers now."""
-        there = self._addresses().split(",")
-        for gone in self._clients.keys() - set(there):
-            await self._clients.pop(gone).close()
-        for address in filter(None, there):
-            self._clients.setdefault(address, AsyncClient(address))
-        for address, client in tuple(self._clients.items()):
+        there = [address for address in self._addresses().split(",") if address]
+        for address in there:
+            if address not in self._clients:
+                self._clients[address] = AsyncClient(address)
+        for address in [each for each in self._clients if each in there]:
             with suppress(QuireError, TimeoutError):
                 async with asyncio.timeout(ANSWER_LIMIT_S):
-                    return await method(client)
-            if self._clients.pop(address, None) is not None:  # asked last from now on
-                self._clients[address] = client
+                    return await method(self._clients[address])
+            self._clients[address] = self._clients.pop(address)  # asked last from now on
         return None
 
     async def close(self) -> None:
