@@ -106,11 +106,11 @@ class Upgrader:
     async def _replace_gateway(self, old: Child) -> None:
         port = int(old.spec.environment["QUIRE_GATEWAY_PORT"])
         path = operations_socket(self._run, socket.gethostname(), port)
-        of_old = path.stat().st_ino
+        of_old = _inode(path)
         new = self._start(old.spec)
 
         async def serves() -> bool:
-            if path.stat().st_ino == of_old:
+            if _inode(path) == of_old:
                 return False
             async with AsyncClient(f"unix:{path}") as client:
                 return await client.is_ready()
@@ -156,6 +156,14 @@ class Upgrader:
             names = " and ".join(new.name for new in news)
             text = str(error) or f"{names} did not serve after {limit_s:g} s; its log says why"
             raise _Failed(text) from error
+
+
+def _inode(path: Path) -> int:
+    """The number of the file, or 0 if there is none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
 
 
 async def _answers(serve: Callable[[], Awaitable[bool]]) -> bool:

@@ -53,7 +53,7 @@ async def change(client: AsyncClient, role: str) -> Worker:
         return of_role[0]
 
     found = await until(told, lambda worker: worker is not None, limit_s=LIMIT_S)
-    assert found is not None
+    assert isinstance(found, Worker)
     return found
 
 

@@ -17,7 +17,9 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
 from quire.supervisor.child import ChildSpec, Stage
+from quire.supervisor.roles import Roles
 from quire.supervisor.service import SupervisorService
+from quire.supervisor.upgrade import Upgrader
 from quire.supervisor.worker_scaler import WorkerScaler
 from quire.v1 import (
     block_manager_pb2_grpc,
@@ -97,6 +99,8 @@ class Child:
     has_ended: bool = False
     failure: str = ""
     running_since: float = 0.0
+    pid: int = 1
+    role: str = ""
 
     @property
     def name(self) -> str:
@@ -213,9 +217,12 @@ class Deployment:
         ]
         groups = [replace(child.spec, name=child.spec.role) for child in children]
         scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)), groups)
+        roles = Roles(children, Path("/nowhere"))
+        upgrader = Upgrader((), children.append, scaler, roles, Path("/nowhere"))
+        service = SupervisorService(scaler, upgrader, roles)
         # As in `quire serve`: without our interceptor.
         server = aio.server()
-        supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(scaler), server)
+        supervisor_pb2_grpc.add_SupervisorServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self.stack.push_async_callback(server.stop, None)

@@ -16,7 +16,7 @@ from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
 from quire.v1.block_manager_pb2_grpc import BlockManagerServicer, add_BlockManagerServicer_to_server
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeRequest, UpgradeResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
 
 
@@ -34,6 +34,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     worker_lists: list[list[bm.Worker]] = field(default_factory=lambda: [[]])
     audits: list[bm.PoolAudit] = field(default_factory=list)
     scaled: ScaleResponse = field(default_factory=ScaleResponse)
+    upgrades: list[UpgradeResponse] = field(default_factory=lambda: [UpgradeResponse()])
     requests: list[Any] = field(default_factory=list)
     health: HealthServicer = field(default_factory=HealthServicer)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -85,6 +86,12 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         self.requests.append(request)
         self._refuse(context)
         return self.scaled
+
+    def Upgrade(self, request: UpgradeRequest, context: Any) -> UpgradeResponse:
+        """Returns the next state at each call, and then the last one."""
+        self.requests.append(request)
+        self._refuse(context)
+        return self.upgrades.pop(0) if len(self.upgrades) > 1 else self.upgrades[0]
 
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
         """Refuse all further calls, as `services.runtime.rpc.transport` does."""

@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from quire.cli import main
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
-from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeResponse
 from quire.v1.worker_pb2 import WorkerLoad
 
 
@@ -282,3 +282,18 @@ def test_scaling_where_there_is_no_supervisor_fails_in_words(gateway: Any, capsy
     gateway.refuse(grpc.StatusCode.FAILED_PRECONDITION, "this gateway was not started by ...")
     assert main(["scale", "decode=2"]) == 1
     assert capsys.readouterr().err == "quire: this gateway was not started by ...\n"
+
+
+def test_upgrade_prints_each_step_once_and_fails_with_the_reason(
+    gateway: FakeGateway, capsys: Any
+) -> None:
+    first = ["gateway serves."]
+    gateway.upgrades = [
+        UpgradeResponse(steps=first, is_running=True),
+        UpgradeResponse(steps=first, failure="decode-2 does not start: no memory"),
+    ]
+    assert main(["upgrade"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "gateway serves.\n"
+    assert err == "quire: the upgrade has ended early: decode-2 does not start: no memory\n"
+    assert [request.begin for request in gateway.requests] == [True, False]
