@@ -284,9 +284,7 @@ def test_scaling_where_there_is_no_supervisor_fails_in_words(gateway: Any, capsy
     assert capsys.readouterr().err == "quire: this gateway was not started by ...\n"
 
 
-def test_upgrade_prints_each_step_once_and_fails_with_the_reason(
-    gateway: FakeGateway, capsys: Any
-) -> None:
+def test_upgrade_prints_each_step_once_and_fails_with_the_reason(gateway: Any, capsys: Any) -> None:
     first = ["gateway serves."]
     gateway.upgrades = [
         UpgradeResponse(steps=first, is_running=True),
