@@ -88,7 +88,7 @@ async def test_events_of_a_stream_come_in_order(http: httpx.AsyncClient) -> None
 async def test_silence_is_filled_with_pings_and_ends_with_an_error(
     generator: FakeGenerator,
 ) -> None:
-    generator.delay_s, generator.error = 1.2, errors.Unavailable("the worker was lost")
+    generator.delay_s, generator.error = 2.0, errors.Unavailable("the worker was lost")
     app = create_app(generator, CollectorRegistry(), stream_ping_s=0.02)
     async with http_server(app, "127.0.0.1", 0) as port, httpx.AsyncClient() as http:
         url = f"http://127.0.0.1:{port}/v1/messages"
