@@ -43,7 +43,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         "is its name",
     )
     first_role: Literal["prefill", "decode"] | None = Field(
-        None,
+        default=None,
         description="the role with which the worker begins, if its own is not that of its service",
     )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")

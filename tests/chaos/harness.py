@@ -152,7 +152,7 @@ async def run_chaos(
         deployment = stack.enter_context(
             serving(chaos_model(directory), directory, *args, num_gateways=NUM_GATEWAYS)
         )
-        operator = Operator(lambda: deployment.operations)
+        operator = Operator(deployment.operations)
         stack.push_async_callback(operator.close)
         processes = stack.enter_context(
             closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))

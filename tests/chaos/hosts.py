@@ -269,7 +269,7 @@ async def deployed(folder: Path, seed: int = 0) -> AsyncIterator[tuple[Hosts, Se
         url = f"redis://{ADDRESSES['here']}:{REDIS_PORT}"
         hosts = stack.enter_context(closing(Hosts(folder, network, url)))
         await hosts.start()
-        operator = Operator(lambda: hosts.sockets)
+        operator = Operator(hosts.sockets)
         stack.push_async_callback(operator.close)
         system = SeveralHosts(hosts, network, redis, operator)
         await system.until_healthy()

@@ -18,31 +18,27 @@ T = TypeVar("T")
 
 
 class Operator:
-    """`addresses` returns the gateways' addresses for operations, separated by commas; a gateway
-    that starts again has a new one."""
+    """`addresses`: the gateways' addresses for operations, separated by commas. Use it as a
+    context."""
 
-    def __init__(self, addresses: Callable[[], str]) -> None:
-        self._addresses = addresses
-        self._clients: dict[str, AsyncClient] = {}
+    def __init__(self, addresses: str) -> None:
+        self._clients = [AsyncClient(address) for address in addresses.split(",")]
         self._num_faults = 0
         self._num_audited = 0
         self._changed = asyncio.Condition()
 
     async def call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
         """The first answer of a gateway; None: no gateway answers now."""
-        there = [address for address in self._addresses().split(",") if address]
-        for address in there:
-            if address not in self._clients:
-                self._clients[address] = AsyncClient(address)
-        for address in [each for each in self._clients if each in there]:
+        for client in tuple(self._clients):
             with suppress(QuireError, TimeoutError):
                 async with asyncio.timeout(ANSWER_LIMIT_S):
-                    return await method(self._clients[address])
-            self._clients[address] = self._clients.pop(address)  # asked last from now on
+                    return await method(client)
+            self._clients.remove(client)
+            self._clients.append(client)
         return None
 
     async def close(self) -> None:
-        for client in self._clients.values():
+        for client in self._clients:
             await client.close()
 
     # ── audits, beside the faults ────────────────────────────────────────────────────────────────

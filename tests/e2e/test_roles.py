@@ -22,18 +22,16 @@ def deployment(pairs: Deployment) -> Deployment:
     return pairs
 
 
-async def until_four_serve(deployment: Deployment) -> None:
+async def until_four_serve(client: AsyncClient) -> None:
     """Wait until two workers of each role serve again; a worker that was killed has the role with
-    which it was started. A gateway that was killed has another address for operations."""
+    which it was started."""
 
     async def is_restored() -> bool:
-        addresses = deployment.operations
-        async with AsyncClient(deployment.address, operations=addresses) as client:
-            try:
-                await client.scale(num_prefill=2, num_decode=2)
-            except QuireError:
-                return False
-            return await is_whole(client, prefill=2, decode=2)
+        try:
+            await client.scale(num_prefill=2, num_decode=2)
+        except QuireError:
+            return False
+        return await is_whole(client, prefill=2, decode=2)
 
     await until(is_restored, limit_s=LIMIT_S)
 
@@ -52,8 +50,7 @@ async def change(client: AsyncClient, role: str) -> Worker:
             return None
         return of_role[0]
 
-    found = await until(told, lambda worker: worker is not None, limit_s=LIMIT_S)
-    assert isinstance(found, Worker)
+    found: Worker = await until(told, lambda worker: worker is not None, limit_s=LIMIT_S)
     return found
 
 
@@ -64,8 +61,7 @@ async def changed(client: AsyncClient, before: Worker) -> Worker:
     async def listed() -> Worker | None:
         return next((w for w in await client.workers() if w.worker_id == before.worker_id), None)
 
-    found = await until(listed, serves, limit_s=LIMIT_S)
-    assert found is not None
+    found: Worker = await until(listed, serves, limit_s=LIMIT_S)
     return found
 
 
@@ -91,7 +87,7 @@ async def test_workers_change_their_roles_under_streams(
 async def test_a_process_that_is_killed_in_a_change_only_delays_streams(
     deployment: Deployment, client: AsyncClient, role: str, victim: str
 ) -> None:
-    await until_four_serve(deployment)
+    await until_four_serve(client)
     undisturbed = await asyncio.gather(*(stream.run(client) for stream in streams(8)))
     disturbed = streams(8)
     running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
@@ -101,13 +97,11 @@ async def test_a_process_that_is_killed_in_a_change_only_delays_streams(
     os.kill(worker.pid if victim == "worker" else its_gateway, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*running) == undisturbed
-    await until_four_serve(deployment)
+    await until_four_serve(client)
 
 
-async def test_the_last_worker_of_a_role_keeps_it(
-    deployment: Deployment, client: AsyncClient
-) -> None:
-    await until_four_serve(deployment)
+async def test_the_last_worker_of_a_role_keeps_it(client: AsyncClient) -> None:
+    await until_four_serve(client)
     await changed(client, await change(client, "prefill"))
     workers = {worker.role: worker for worker in await client.workers()}
     with pytest.raises(QuireError, match="is the last prefill worker that serves"):
@@ -116,4 +110,4 @@ async def test_the_last_worker_of_a_role_keeps_it(
         await client.change_role(workers["decode"].worker_id, "decode")
     scaled = await client.scale(num_prefill=2, num_decode=2)
     assert list(scaled.changing.values()) == ["prefill"]
-    await until_four_serve(deployment)
+    await until_four_serve(client)

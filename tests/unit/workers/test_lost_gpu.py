@@ -33,7 +33,7 @@ class Failing(WorkerProcess):
 
 
 async def serve(error: Exception, pool: Path) -> None:
-    worker = Failing(cast(Any, PrefillSettings)(model=pool), asyncio.Event())
+    worker = Failing(PrefillSettings.model_construct(), asyncio.Event())
     worker.error = error
     worker._directory = PoolDirectory(pool)
     await worker.serve(cast(Any, None))
