@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ async def until_four_serve(client: AsyncClient) -> None:
 async def change(client: AsyncClient, role: str) -> Worker:
     """Let a worker of this role take the other one. Returns the worker as it was."""
 
-    async def told() -> Worker | None:
+    async def told() -> Any:
         serving = [worker for worker in await client.workers() if worker.state == "serving"]
         of_role = [worker for worker in serving if worker.role == role]
         if len(of_role) < 2:
@@ -58,7 +59,7 @@ async def changed(client: AsyncClient, before: Worker) -> Worker:
     def serves(now: Worker | None) -> bool:
         return now is not None and (now.role, now.state) == (OTHER[before.role], "serving")
 
-    async def listed() -> Worker | None:
+    async def listed() -> Any:
         return next((w for w in await client.workers() if w.worker_id == before.worker_id), None)
 
     found: Worker = await until(listed, serves, limit_s=LIMIT_S)

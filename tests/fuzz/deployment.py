@@ -99,8 +99,10 @@ class Child:
     has_ended: bool = False
     failure: str = ""
     running_since: float = 0.0
-    pid: int = 1
-    role: str = ""
+    pid: int | None = None
+
+    def __post_init__(self) -> None:
+        self.role = self.spec.role
 
     @property
     def name(self) -> str:
@@ -217,11 +219,11 @@ class Deployment:
         ]
         groups = [replace(child.spec, name=child.spec.role) for child in children]
         scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)), groups)
-        roles = Roles(children, Path("/nowhere"))
-        upgrader = Upgrader((), children.append, scaler, roles, Path("/nowhere"))
-        service = SupervisorService(scaler, upgrader, roles)
         # As in `quire serve`: without our interceptor.
         server = aio.server()
+        roles: Any = Roles(children, self.directory)  # no gateway has a socket there
+        upgrader = Upgrader((), lambda spec: children[0], scaler, roles, self.directory)
+        service = SupervisorService(scaler, upgrader, roles)
         supervisor_pb2_grpc.add_SupervisorServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
