@@ -28,6 +28,15 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         description="size of the swap pool, to which [preempted requests](cpu.md#preemption) are "
         "copied; default: there is none",
     )
+    cache_directory: Annotated[Path | None, Flag("DIR")] = Field(
+        default=None,
+        description="directory of this host's disk in which blocks that prompts ask for again "
+        "outlive the pool and the run: [a tier below memory](cpu.md#a-tier-below-memory); none: "
+        "there is no such tier",
+    )
+    cache_bytes: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
+        default="10GiB", description="the most that cache_directory may hold"
+    )
     preemption: Preemption = Field(
         default="auto",
         description="how requests are preempted; auto: swap where that costs less, by measured "
@@ -156,7 +165,7 @@ class WorkerOptions(AdapterOptions, TraceOptions):
             raise ValueError(f"{quantize} computes in bfloat16, and dtype is float32: choose one")
         return quantize
 
-    @field_validator("weights_cache", mode="before")
+    @field_validator("weights_cache", "cache_directory", mode="before")
     @classmethod
     def _expand_home(cls, path: str | Path | None) -> Path | None:
         if path is None:

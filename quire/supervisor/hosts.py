@@ -8,7 +8,7 @@ from quire.supervisor.errors import ServeError
 from quire.supervisor.models import ROLES, ModelOptions
 from quire.supervisor.options import ServeOptions
 
-_SECRETS = ("QUIRE_GATEWAY_SECRET", "QUIRE_GATEWAY_SECRET_FILE")
+SECRETS = ("QUIRE_GATEWAY_SECRET", "QUIRE_GATEWAY_SECRET_FILE")
 
 
 def check_hosts(options: ServeOptions, models: Sequence[ModelOptions]) -> None:
@@ -39,7 +39,7 @@ def _check_movers(options: ServeOptions) -> None:
             "movers need NIXL: pip install 'quire-serve[mover]'; with --no-mover each host "
             "computes and decodes its requests by itself"
         )
-    if options.secret_file is None and not any(map(os.environ.get, _SECRETS)):
+    if options.secret_file is None and not any(map(os.environ.get, SECRETS)):
         raise ServeError(
             "the hosts of a deployment share a secret: write one with `openssl rand -hex 32`, and "
             "name its file on each host with --secret-file"

@@ -99,6 +99,8 @@ class OfflineEngine:
             raise StartupError(
                 f"device {settings.device}: a pool on a GPU needs a block manager: `quire serve`"
             )
+        if settings.cache_directory is not None:
+            raise StartupError("cache_directory: only `quire serve` keeps blocks in files")
         self._settings, self._store = settings, MemoryStore()
         loaded = load(settings, progress=lambda: None)
         model, layout, limits = loaded.model, loaded.layout, loaded.limits

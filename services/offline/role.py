@@ -100,7 +100,7 @@ class Whole(Prefill):
         if (job.outputs or job.embedding) and job.ending is not ABORTED:
             job.session.send(job.prefilled())
             job.prompt_logprobs.clear()
-        self._commit(job.ticket, advance.completed)
+        self._commit(job, advance.completed)
         if advance.remaining is not None:
             self.release(job, ABORTED)
         else:

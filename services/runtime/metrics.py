@@ -172,6 +172,18 @@ class WorkerMetrics:
         self.swapped_in_blocks = make.counter(
             "quire:swapped_in_blocks", "Blocks copied back from the swap pool."
         )
+        self.file_cache_queries = make.counter(
+            "quire:file_cache_queries", "Blocks of prompts that were not in the pool."
+        )
+        self.file_cache_hits = make.counter(
+            "quire:file_cache_hits", "Blocks that were read from files."
+        )
+        self.file_cache_written_blocks = make.counter(
+            "quire:file_cache_written_blocks", "Blocks that were written to files."
+        )
+        self.file_cache_errors = make.counter(
+            "quire:file_cache_errors", "Files that were damaged, or could not be written."
+        )
         self.kv_corrupt = make.counter(
             "quire:kv_corrupt", "Blocks whose stamp did not match the tokens of their hash."
         )

@@ -23,7 +23,7 @@ from services.runtime.numa.topology import parse_cpus
 from services.runtime.tracing.opening import TracedSettings, check_tracing
 from services.worker.computed_kind import computed_kind, is_dequantized, kind_to_make
 from services.worker.draft_config import draft_config
-from services.worker.preflight import check_pool, check_quantize
+from services.worker.preflight import check_cache, check_pool, check_quantize
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 _SEQS, _SEQS_ON_GPU = 64, 256
@@ -167,15 +167,22 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
             raise StartupError("preemption is swap, but there is no swap_memory to swap to")
         return None if self.preemption == "recompute" else num_bytes
 
+    @property
+    def cache_budget(self) -> int:
+        """The most bytes of the cache directory."""
+        return _parse_bytes("cache_bytes", self.cache_bytes) or 0
+
     def check(self) -> None:
         """Raises StartupError if there is no checkpoint, if these settings do not fit it (ranks,
-        quantization, context, draft model), or if the pool has no room or no memory."""
+        quantization, context, draft model), if the pool has no room or no memory, or if the cache
+        directory cannot be used."""
         check_tracing(self)
         self.check_speculation()
         config = read_model_config(self.model).for_context(self.max_model_len)
         self.check_ranks(config)
         check_quantize(self, config)
         check_pool(self, config)
+        check_cache(self, config)
         self.check_draft(config)
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)

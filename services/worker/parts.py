@@ -23,6 +23,8 @@ from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.drafting import speculation
+from services.worker.file_cache.block_files import BlockFiles
+from services.worker.file_cache.file_cache import FileCache, blocks_of
 from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard
 from services.worker.loading import LoadedModel, new_runner
@@ -79,6 +81,12 @@ async def make_parts(
         compares_costs = settings.preemption == "auto"
         swap_pool = SwapPool(own.store, own, colder, *copies, metrics, compares_costs, guard.check)
         stack.callback(swap_pool.close)
+    files: FileCache | None = None
+    if (root := settings.cache_directory) is not None:
+        budget = settings.cache_budget, settings.num_expected_workers
+        in_files = BlockFiles(root, loaded.layout.fingerprint, own.worker_id, *budget)
+        files = FileCache(in_files, own.stamps, blocks_of(own.pool.kv), metrics, guard.check)
+        stack.callback(files.close)
     grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
     grammars.warm_up()
     runner = await asyncio.to_thread(_warm_runner, loaded, own)
@@ -87,7 +95,7 @@ async def make_parts(
     load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
     loras = loaded.model.whole_config, load_adapter, settings.max_loras, settings.max_lora_rank
     parts = WorkerParts(
-        *(own.store, own, forward, limits, metrics, swap_pool),
+        *(own.store, own, forward, limits, metrics, swap_pool, files),
         tracer=tracer,
         adapters=WorkerAdapters(*loras) if settings.max_loras else None,
         grammars=grammars,

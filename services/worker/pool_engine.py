@@ -21,6 +21,7 @@ from services.runtime.errors import InvalidRequest
 from services.runtime.logging import get_logger
 from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
+from services.worker.file_cache.file_cache import FileCache
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.membership import Membership
@@ -45,6 +46,8 @@ class WorkerParts:
     limits: Limits
     metrics: WorkerMetrics
     swap_pool: SwapPool | None = None
+    files: FileCache | None = None
+    """None if no blocks are kept in files."""
     tracer: "Tracer | None" = None
     """None if the worker reports no spans."""
     adapters: WorkerAdapters | None = None
@@ -67,7 +70,7 @@ class PoolEngine:
     ) -> None:
         """`one_token` is as in `Engine`. The event loop calls `on_outcome` after each step."""
         self.store, self.limits, self.metrics = parts.store, parts.limits, parts.metrics
-        self.swap_pool, self.tracer = parts.swap_pool, parts.tracer
+        self.swap_pool, self.files, self.tracer = parts.swap_pool, parts.files, parts.tracer
         self.adapters, self.grammars = parts.adapters, parts.grammars
         self.spec, self.stamps = parts.membership.spec, parts.membership.stamps
         self.worker_id, self.pool_id = parts.membership.worker_id, self.spec.pool_id
@@ -172,12 +175,14 @@ class PoolEngine:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")
 
     def retract(self, failed: FailedGroup) -> None:
-        """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
-        of them, and would break every request that adopts it. Nothing is broken if a grammar cannot
-        go on."""
+        """Take all full blocks of a broken group out of the prefix index and the files: the cause
+        may lie in one of them, and would break every request that adopts it. Nothing is broken if a
+        grammar cannot go on."""
         if failed.fault is Fault.GRAMMAR:
             log.warning("grammar_failed", holder_id=failed.key)
             return
         log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
         self.metrics.num_broken.inc()
         self.holders.retract(failed.blocks)
+        if self.files is not None:
+            self.files.drop(failed.blocks)

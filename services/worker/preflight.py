@@ -1,5 +1,7 @@
 """Checks settings of a worker against the checkpoint's configuration, before anything is loaded."""
 
+import os
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, get_args
 
 from services.model.config.model_config import ModelConfig
@@ -37,6 +39,41 @@ def check_pool(settings: "WorkerSettings", config: ModelConfig) -> None:
             f"pool memory {format_size(num_bytes)} is too small: the KV pool needs at least "
             f"{MIN_BLOCKS} blocks of {format_size(block_bytes)}, each of {settings.block_size} "
             "tokens"
+        )
+
+
+def check_cache(settings: "WorkerSettings", config: ModelConfig) -> None:
+    """Makes the cache directory, if there is to be one. Raises StartupError if it cannot be used:
+    its files hold users' prompts, and a pool believes what is in them."""
+    directory, budget = settings.cache_directory, settings.cache_budget
+    if directory is None:
+        return
+    if settings.device != "cpu" or settings.tensor_parallel_size > 1:
+        raise StartupError(
+            "cache_directory: only pools in the host's memory whose workers have one rank keep "
+            "blocks in files"
+        )
+    if settings.secret is None and settings.secret_file is None:
+        raise StartupError(
+            "cache_directory without secret or secret_file: hashes of blocks depend on the secret, "
+            "so the next run would not find any"
+        )
+    fewest = 4 * settings.num_expected_workers * _smallest_block_bytes(settings, config)
+    if budget < fewest:
+        raise StartupError(
+            f"cache_bytes {format_size(budget)} is too small: at least {format_size(fewest)}"
+        )
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise StartupError(f"cache_directory {directory}: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StartupError(
+            f"cache_directory {directory} belongs to another user or is open to others (mode "
+            f"{status.st_mode & 0o777:04o}); it must be yours, with mode 0700"
         )
 
 

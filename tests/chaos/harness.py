@@ -142,13 +142,14 @@ async def run_chaos(
     num_cases: int | None = None,
 ) -> Report:
     """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`.
-    `device`: cpu, or memfd:0, whose pool is kept like a GPU's. `num_cases`: as for
-    `inject_faults`."""
+    `device`: cpu, with blocks in files too, or memfd:0, whose pool is kept like a GPU's.
+    `num_cases`: as for `inject_faults`."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(closing(RedisServer(directory)))
-        args = (*workers, *MEMORY, "--redis-url", redis.url, "--device", device)
+        files = ("--cache-directory", str(directory / "cache")) if device == "cpu" else ()
+        args = (*workers, *MEMORY, *files, "--redis-url", redis.url, "--device", device)
         deployment = stack.enter_context(
             serving(chaos_model(directory), directory, *args, num_gateways=NUM_GATEWAYS)
         )

@@ -22,10 +22,12 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
     # Imported here and not above, because the help needs neither gRPC nor asyncio.
     from quire.supervisor import supervisor
     from quire.supervisor.hosts import check_hosts
+    from quire.supervisor.kept_secret import with_kept_secret
     from quire.supervisor.models import find_models
 
     models = find_models(options)
     check_hosts(options, models)
+    options = with_kept_secret(options, models)
     supervisor.serve(resolved(options), models, run_root)
 
 

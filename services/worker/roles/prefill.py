@@ -16,6 +16,7 @@ from services.protocol.messages import Command, Pooling, Submit
 from services.protocol.ticket import Ticket, first_holder_id
 from services.protocol.worker_stream import PREFILL
 from services.runtime.errors import InvalidRequest
+from services.worker.file_cache.file_cache import FileCache
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     ABORTED,
@@ -31,7 +32,7 @@ from services.worker.requests.jobs import State
 from services.worker.roles.admission import Admission
 from services.worker.roles.prefill_job import PrefillJob
 from services.worker.roles.role import Role
-from services.worker.swap.pool import Fetched
+from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
 _LONG_SHARE = 4
@@ -59,7 +60,7 @@ class Prefill(Role[PrefillJob]):
             on_admitted=self._begin,
             on_stale=lambda job: self.end(job, STALE),
         )
-        self._fetching: asyncio.Queue[PrefillJob] = asyncio.Queue()
+        self._fetching: asyncio.Queue[tuple[PrefillJob, SwapPool | FileCache]] = asyncio.Queue()
 
     # Commands of gateways.
 
@@ -133,8 +134,8 @@ class Prefill(Role[PrefillJob]):
 
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
         yield self._admission.run()
-        if self.worker.swap_pool is not None:
-            yield self._fetch_swapped()
+        if self.worker.swap_pool is not None or self.worker.files is not None:
+            yield self._fetch()
 
     # States of a job: LOADING -> WAITING -> (FETCHING) -> RUNNING -> DETACHED -> ENDED.
 
@@ -146,32 +147,38 @@ class Prefill(Role[PrefillJob]):
         return not is_full and len(self.running) < limits.max_num_seqs
 
     def _begin(self, job: PrefillJob) -> None:
-        """Compute a job that has its blocks, or first copy its KV back from the swap pool.
-
-        KV in the swap pool is of no use to a request that computes all of its prompt.
-        """
+        """Compute a job that has its blocks, or first copy its KV back from the swap pool or from
+        files, which is of no use to a request that computes all of its prompt."""
         assert job.allocation is not None
-        swap_pool = self.worker.swap_pool
+        swap_pool, files = self.worker.swap_pool, self.worker.files
         job.ticket = replace(job.ticket, holder_epoch=job.allocation.epoch)
         self.running[job.ticket.holder_id] = job
         self._admission.prefixes.begin(
             job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :]
         )
-        if swap_pool is None or job.computes_all or not swap_pool.holds(job.ticket):
+        if files is not None and not any(state.token_ids for state in job.ticket.sequences):
+            job.to_keep = files.asked(job.hashes)
+        source: SwapPool | FileCache | None = None
+        if swap_pool is not None and swap_pool.holds(job.ticket):
+            source = swap_pool
+        elif files is not None and files.helps(
+            job.allocation, job.block_keys, self.worker.step_meter.ns_per_token
+        ):
+            source = files
+        if source is None or job.computes_all:
             self._compute(job, Fetched(job.computed_blocks()))
             return
         job.state = State.FETCHING
         job.trace.enter("fetch")
         job.num_uncomputed = len(job.ticket.sequences)
-        self._fetching.put_nowait(job)
+        self._fetching.put_nowait((job, source))
 
-    async def _fetch_swapped(self) -> None:
-        """Copy swapped-out KV back, one request at a time."""
-        assert self.worker.swap_pool is not None
+    async def _fetch(self) -> None:
+        """Copy KV back from the swap pool or from files, one request at a time."""
         while True:
-            job = await self._fetching.get()
+            job, source = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self.worker.swap_pool.fetch(job.ticket, job.allocation, job.block_keys)
+            fetched = await source.fetch(job.ticket, job.allocation, job.block_keys)
             if job.ending:
                 self.release(job, job.ending)
             else:
@@ -205,7 +212,10 @@ class Prefill(Role[PrefillJob]):
         worker.metrics.prompt_tokens_cached.inc(num_computed)
         tokens = {"num_uncomputed": job.num_uncomputed, "num_cached_tokens": num_computed}
         job.trace.enter("compute", {f"quire.{name}": value for name, value in tokens.items()})
-        self._commit(job.ticket, fetched.completed)
+        if worker.files is not None:
+            adopted = allocation.cached(*job.chains)
+            worker.files.keep(((adopted[key], key) for key in adopted), job.to_keep)
+        self._commit(job, fetched.completed)
         worker.engine.send(messages.Admit(group, is_started=False))
         self.begin(job)
 
@@ -221,7 +231,7 @@ class Prefill(Role[PrefillJob]):
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         job.embedding = advance.embedding
-        self._commit(job.ticket, advance.completed)
+        self._commit(job, advance.completed)
         if advance.remaining is None:
             self.worker.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
@@ -232,7 +242,9 @@ class Prefill(Role[PrefillJob]):
                 self.worker.holders.give_back(job.ticket, advance.freed)
             self._finish(job, advance)
 
-    def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+    def _commit(self, job: PrefillJob, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+        ticket = job.ticket
+
         async def commit() -> None:
             await self.worker.holders.commit(ticket, completed)
             self._admission.prefixes.end(
@@ -241,6 +253,8 @@ class Prefill(Role[PrefillJob]):
 
         if completed:
             self.worker.writer.put(commit)
+        if self.worker.files is not None:
+            self.worker.files.keep(completed, job.to_keep)
 
     def _finish(self, job: PrefillJob, advance: Advance) -> None:
         """Detach the sequences that continue and send their ticket, or release the blocks if none

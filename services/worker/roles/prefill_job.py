@@ -1,6 +1,6 @@
 """One request at a prefill worker."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from blockstore.records import Allocation, PrefixHash
@@ -23,6 +23,8 @@ class PrefillJob(Job):
     follows: PrefixHash | None = None
     """The hash of a prefix that another job of this worker computes and this job waits for."""
     allocation: Allocation | None = None
+    to_keep: Mapping[PrefixHash, int] = field(default_factory=dict)
+    """The blocks to keep in files (`FileCache.asked`)."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """The logprobs of the chunks so far."""
     outputs: list[Generated] = field(default_factory=list)

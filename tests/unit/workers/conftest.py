@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.waiting import until
 
 from .fake_pools import FakePools
 from .fakes import Arena, FakeForward, FakeSession
+from .kept_blocks import file_cache
 
 
 @dataclass
@@ -96,8 +97,10 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
             num_swap_blocks: int = 0,
             compares_costs: bool = False,
             park_window_s: float = 0.0,
+            cache: Path | None = None,
         ) -> WorkerPair:
-            """`num_swap_blocks`: with a colder pool of so many blocks."""
+            """`num_swap_blocks`: with a colder pool of so many blocks. `cache`: with blocks in
+            files of this directory."""
             store = MemoryStore()
             pools = await FakePools.make(store, tmp_path, num_blocks, block_size, num_swap_blocks)
             limits = Limits(
@@ -119,6 +122,10 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
                 )
                 if parts.swap_pool is not None:
                     stack.callback(parts.swap_pool.close)
+                if cache is not None:
+                    files = file_cache(cache, pools, parts.metrics, role.__name__)
+                    stack.callback(files.close)
+                    parts = replace(parts, files=files)
                 workers.append(PoolWorker(parts, role))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:

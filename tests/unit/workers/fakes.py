@@ -4,7 +4,7 @@ table, a lost or overwritten block, or a missing slot changes its tokens or fail
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +74,7 @@ class Arena:
 
     block_size: int
     stamps: CheckedStamps
-    slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+    slots: MutableMapping[int, tuple[int, int]] = field(default_factory=dict)
     num_computed: int = 0
     num_copied: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -22,7 +22,7 @@ async def test_a_worker_copies_nothing_once_a_lock_of_its_pools_is_marked(tmp_pa
     locks = [WorkerLock.create(tmp_path / f"{name}.lock") for name in ("own", "colder")]
     guard = FenceGuard(locks)
     pools = await FakePools.make(MemoryStore(), tmp_path, 16, 4, num_swap_blocks=16)
-    pools.arena.slots |= {position: (position, token) for position, token in enumerate(PROMPT)}
+    pools.arena.slots.update((position, (position, token)) for position, token in enumerate(PROMPT))
     metrics, limits = WorkerMetrics(CollectorRegistry()), Limits(4, 16, max_model_len=100)
     parts = await pools.join("w", FakeForward(pools.arena), limits, metrics, check=guard.check)
     assert parts.swap_pool is not None

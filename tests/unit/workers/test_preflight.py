@@ -1,12 +1,13 @@
 """Settings of a worker that its checkpoint cannot have are found before anything is loaded."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.runtime.errors import StartupError
-from services.worker.preflight import check_pool, check_quantize
+from services.worker.preflight import check_cache, check_pool, check_quantize
 
 
 def settings(**changes: object) -> Any:
@@ -48,3 +49,33 @@ def test_pool_needs_room_for_four_blocks(changes: dict[str, str], fewest_bytes: 
     check_pool(settings(pool_bytes=fewest_bytes, **changes), config())
     with pytest.raises(StartupError, match="is too small: the KV pool needs at least 4 blocks of"):
         check_pool(settings(pool_bytes=fewest_bytes - 1, **changes), config())
+
+
+def check_cached(directory: Path, **changes: Any) -> None:
+    fields = {"device": "cpu", "tensor_parallel_size": 1, "secret": "s" * 16, "secret_file": None}
+    fields |= {"num_expected_workers": 2, "cache_budget": 8 * 368_640, **changes}
+    check_cache(settings(cache_directory=directory, **fields), config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cuda:0"}, "only pools in the host's memory"),
+        ({"tensor_parallel_size": 2}, "whose workers have one rank"),
+        ({"secret": None}, "the next run would not find any"),
+        ({"cache_budget": 8 * 368_640 - 1}, "too small: at least 2.81 MiB"),
+    ],
+)
+def test_cache_that_could_not_work_is_refused(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(StartupError, match=reason):
+        check_cached(tmp_path / "cache", **changes)
+
+
+def test_cache_directory_is_for_this_user_alone(tmp_path: Path) -> None:
+    """Others could read prompts there, or write KV that a pool believes."""
+    check_cached(tmp_path / "made" / "here")
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(StartupError, match=r"open to others \(mode 0755\)"):
+        check_cached(tmp_path / "open")

@@ -1,0 +1,1 @@
+"""Keeps blocks that prompts ask for again in files, a tier below the pool."""
