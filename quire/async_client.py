@@ -105,6 +105,7 @@ class AsyncClient(ClientBase[AsyncStream]):
     pools = _asked(calls.pools)
     workers = _asked(calls.workers)
     embed = _asked(calls.embed)
+    explain = _asked(calls.explain)
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
     change_role = _asked(calls.change_role)

@@ -77,6 +77,13 @@ def workers(self: object) -> Call[tuple[Worker, ...]]:
     return Call("block_manager", "ListWorkers", ListWorkersRequest(), messages.workers)
 
 
+def explain(self: object, about: str | Request) -> Call[tuple[str, ...]]:
+    """Return the sentences about the request of this id, or about what would happen to a request
+    now."""
+    request = messages.explain_request(about)
+    return Call("inference", "Explain", request, lambda answer: tuple(answer.sentences))
+
+
 def embed(
     self: object,
     prompt: str | Sequence[int],

@@ -134,6 +134,7 @@ class Client(ClientBase[Stream]):
     pools = _asked(calls.pools)
     workers = _asked(calls.workers)
     embed = _asked(calls.embed)
+    explain = _asked(calls.explain)
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
     change_role = _asked(calls.change_role)

@@ -21,6 +21,7 @@ from quire.types import (
     Pool,
     PoolAudit,
     Prompt,
+    RequestMetrics,
     Sampling,
     Scaled,
     StructuredOutput,
@@ -70,6 +71,8 @@ class Request:
     """A lower one is served first; without --client-priority a gateway refuses all but 0."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    include_metrics: bool = False
+    """Ask for the figures of the request (`Usage.metrics`)."""
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
@@ -82,6 +85,7 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
             sampling=_sampling(request.sampling),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            include_metrics=request.include_metrics,
         )
         _set_prompt(message, request.prompt)
     except (TypeError, ValueError) as error:
@@ -207,7 +211,21 @@ def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
     num_cached = usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None
-    return _from_message(Usage, usage, num_cached_tokens=num_cached)
+    metrics = _metrics(usage.metrics) if usage.HasField("metrics") else None
+    return _from_message(Usage, usage, num_cached_tokens=num_cached, metrics=metrics)
+
+
+def _metrics(message: inference_pb2.RequestMetrics) -> RequestMetrics:
+    optional = ("cached_tokens", "mean_itl_ms", "tokens_per_second")
+    absent = {name: None for name in optional if not message.HasField(name)}
+    return _from_message(RequestMetrics, message, **absent)
+
+
+def explain_request(about: str | Request) -> inference_pb2.ExplainRequest:
+    """`about`: the id of a request, or one that is not sent."""
+    if isinstance(about, str):
+        return inference_pb2.ExplainRequest(request_id=about)
+    return inference_pb2.ExplainRequest(forecast=generate_request(about))
 
 
 def usage_of(last: Delta | None) -> Usage:

@@ -109,6 +109,36 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time of one request went. The times of queue, prefill, hand-off and decode add up
+    to the time since its arrival; the fields from `queue_time_ms` on are vLLM's."""
+
+    queue_ms: float
+    """The time before the prefill began, and again after each preemption and lost worker."""
+    placement: tuple[str, ...]
+    """The names of the workers that had the request, in order."""
+    prefill_ms: float
+    handoff_ms: float
+    """The time from a prefill's end to the first token of a decode worker, and the time of
+    moves."""
+    decode_ms: float
+    cached_tokens: int | None
+    """As `Usage.num_cached_tokens`."""
+    preemptions: int
+    moves: int
+    queue_time_ms: float
+    """The time from the arrival to the beginning of the first prefill."""
+    time_to_first_token_ms: float
+    """The time from there to the first token. (`Usage` has the time from the arrival.)"""
+    generation_time_ms: float
+    """The time from the first token to the last one."""
+    mean_itl_ms: float | None
+    """The mean time between two tokens; None with several sequences or fewer than two tokens."""
+    tokens_per_second: float | None
+    """The generated tokens of all sequences in a second of `generation_time_ms`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of one request."""
 
@@ -124,6 +154,8 @@ class Usage:
     num_accepted_drafts: int = 0
     """The drafts of speculative decoding that became tokens."""
     num_rejected_drafts: int = 0
+    metrics: RequestMetrics | None = None
+    """The figures of the request, if it or the gateway asks for them, in its last delta."""
 
 
 @dataclass(frozen=True, slots=True)

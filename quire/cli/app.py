@@ -32,6 +32,7 @@ _COMMANDS = {
     "generate": ("requests.generate:generate", _REQUESTS),
     "batch": ("requests.batch:batch", _REQUESTS),
     "chat": ("requests.chat:chat", _REQUESTS),
+    "explain": ("requests.explain:explain", _REQUESTS),
     "health": ("state.health:health", _STATE),
     "top": ("state.top:top", _STATE),
     "models": ("state.lists:models", _STATE),

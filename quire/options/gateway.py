@@ -62,6 +62,12 @@ class RequestOptions(AdapterOptions):
         "it, [only to requests with a cache_salt](requests.md#what-a-client-may-send)",
     )
 
+    per_request_metrics: Annotated[bool, _NETWORK] = Field(
+        default=False,
+        description="give every answer [its own figures](requests.md#figures-of-one-request); "
+        "without it, only answers to requests with include_metrics have them",
+    )
+
     @field_validator("lora", mode="before")
     @classmethod
     def _adapters(cls, value: object) -> object:

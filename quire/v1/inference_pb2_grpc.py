@@ -45,6 +45,11 @@ class InferenceStub:
                 request_serializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/quire.v1.Inference/Explain',
+                request_serializer=quire_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/quire.v1.Inference/ListModels',
                 request_serializer=quire_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -73,6 +78,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What happened to a request of this gateway, or would happen to one now. A client sees the requests of its own API key,
+        or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that are being served now.
         """
@@ -92,6 +105,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -154,6 +172,33 @@ class Inference:
             '/quire.v1.Inference/Embed',
             quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Explain',
+            quire_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

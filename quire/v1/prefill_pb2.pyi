@@ -25,7 +25,7 @@ class PrefillConnectRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillConnectResponse(_message.Message):
-    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began", "more")
+    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began", "awaits_blocks", "more")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class PrefillConnectResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     welcome: _worker_pb2.Welcome
     prefilled: Prefilled
@@ -41,8 +42,21 @@ class PrefillConnectResponse(_message.Message):
     draining: _worker_pb2.Draining
     load: _worker_pb2.WorkerLoad
     began: _worker_pb2.Began
+    awaits_blocks: AwaitsBlocks
     more: _containers.RepeatedCompositeFieldContainer[PrefillConnectResponse]
-    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectResponse, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., awaits_blocks: _Optional[_Union[AwaitsBlocks, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectResponse, _Mapping]]] = ...) -> None: ...
+
+class AwaitsBlocks(_message.Message):
+    __slots__ = ("request_id", "attempt", "num_needed", "num_available")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    num_needed: int
+    num_available: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_needed: _Optional[int] = ..., num_available: _Optional[int] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
     __slots__ = ("ticket", "prompt_logprobs", "pooling")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from quire.api_keys import ApiKey
 from quire.sampling import NUMBERS
 from services.gateway.access.account import Account
-from services.gateway.access.caller import LOCAL_OPERATOR, current_caller
+from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import (
     Embedding,
@@ -60,6 +60,14 @@ class AccessControl:
         name = self._visible(model)
         with self._place():
             return await self._generator.detokenize(token_ids, name)
+
+    def explain(self, request_id: str, caller: Caller) -> list[str]:
+        return self._generator.explain(request_id, caller)
+
+    async def forecast(self, request: GenerationRequest) -> list[str]:
+        """See `Generator.forecast`. Also raises RateLimited."""
+        with self._place():
+            return await self._generator.forecast(request)
 
     def _visible(self, name: str) -> str:
         """The model that a caller means. Raises as `choose_model`, among those that the caller may

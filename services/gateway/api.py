@@ -134,6 +134,8 @@ class GenerationRequest:
     """Every delta has the usage so far; otherwise only the last one has the usage."""
     truncation: Truncation | None = None
     """None: a prompt that is too long is refused."""
+    include_metrics: bool = False
+    """The last delta has the request's figures."""
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
@@ -153,6 +155,7 @@ class EmbeddingRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    include_metrics: ClassVar[bool] = False
     received: ClassVar[None] = None
     """An embedding is not resumed: its client asks again."""
     resume_token: str = field(default_factory=new_resume_token, compare=False)
@@ -232,6 +235,12 @@ class Generator(Protocol):
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """The text of tokens, special tokens included. Raises as `tokenize`."""
+
+    def explain(self, request_id: str, caller: Caller) -> list[str]:
+        """The story of a request that the caller may see. Raises UnknownRequest."""
+
+    async def forecast(self, request: GenerationRequest) -> list[str]:
+        """What would happen to a request now. Raises as `tokenize`."""
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Counts and logs a request that a server refused without calling `generate`. `model` is

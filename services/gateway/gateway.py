@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.gateway.access.caller import EVERYONE, Caller
+from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
@@ -26,10 +26,12 @@ from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
 from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.records import refused
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.scheduling.explainer import Explainer
 from services.gateway.workers.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
@@ -63,6 +65,7 @@ class Gateway:
         changes: ChangeNotifier,
         request_metrics: RequestMetrics,
         options: GatewayOptions,
+        explainer: Explainer,
         tracer: "Tracer | None" = None,
         adapters: GatewayAdapters | None = None,
     ) -> None:
@@ -72,6 +75,7 @@ class Gateway:
         self._changes = changes
         self._request_metrics = request_metrics
         self._options = options
+        self._explainer = explainer
         self._tracer = tracer
         self._rests = WriteRests()
         self._clock = asyncio.get_running_loop().time
@@ -156,6 +160,8 @@ class Gateway:
                         trace.admit(request)
                         request.trace = trace
                     running = await self._dispatcher.enqueue(request, resumes=resumes)
+                    if options.per_request_metrics or asked.include_metrics:
+                        request.output.metrics = running.metrics
                     return running, request.output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
@@ -201,6 +207,19 @@ class Gateway:
         if model not in names:
             model = names[0] if len(names) == 1 and not model else ""
         self._request_metrics.record_refusal(request_id, model, code, reason)
+        self._explainer.records.add(refused(request_id, code, reason, current_caller(EVERYONE)))
+
+    def explain(self, request_id: str, caller: Caller) -> list[str]:
+        """See `Generator.explain`."""
+        return self._explainer.explain(request_id, caller)
+
+    async def forecast(self, request: GenerationRequest) -> list[str]:
+        """See `Generator.forecast`."""
+        model, served, adapter = await self._served(request.model, request.caller)
+        admitted = await admit(request, "", model, served, adapter)
+        caller, tells_all = request.caller, self._options.report_cached_tokens
+        tells_cached = tells_all or caller.is_operator or bool(admitted.cache_salt)
+        return await self._explainer.forecast(admitted, tells_cached=tells_cached)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, and aliases, sorted by name, then adapters."""

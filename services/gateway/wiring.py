@@ -15,8 +15,10 @@ from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.output.parser.choice import Parsers
 from services.gateway.request.metrics import RequestMetrics, outcome_of
+from services.gateway.request.records import Records, block_hashes, record_of
 from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.planner import INTERVAL_S, export_plans
 from services.gateway.scheduling.router import Router
@@ -30,14 +32,13 @@ from services.gateway.workers.models.model_names import parse_aliases
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.registry_heartbeat import RegistryHeartbeat
+from services.runtime.rpc.error_table import INTERNAL_CODE, code_of
 from services.runtime.rpc.tls import TlsFiles
 from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import Secret
 
 if TYPE_CHECKING:
     from services.runtime.tracing.tracer import Tracer
-
-EndListener = Callable[[Request, str], None]
 
 Connect = Callable[[Member, WorkerEventSink], Connection]
 """Opens the connection to a worker, whose events go to the sink."""
@@ -52,8 +53,7 @@ class Wiring:
     directory: WorkerDirectory
     dispatcher: Dispatcher
     changes: ChangeNotifier
-    end_listeners: list[EndListener]
-    """The functions that are called with each request that has ended, and its outcome."""
+    explainer: Explainer
     adapters: GatewayAdapters | None
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
@@ -113,13 +113,14 @@ async def start_gateway(
         movers=movers,
     )
     router = Router(store, secret.root, movers.bandwidth)
-    end_listeners: list[EndListener] = []
+    records = Records()
 
     def on_end(request: Request, error: Exception | None) -> None:
         request_metrics.record_end(request, error)
         outcome = outcome_of(request, error)
-        for listener in end_listeners:
-            listener(request, outcome)
+        hides = error is None or code_of(error) == INTERNAL_CODE
+        reason = "" if hides else str(error)
+        records.add(record_of(request, outcome, reason, block_hashes(request)))
         if request.trace is not None:
             request.trace.end(outcome, error, request.output.stats)
 
@@ -132,7 +133,11 @@ async def start_gateway(
             options.lora,
             parse_aliases(options.model_aliases),
         )
-    gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
+    explainer = Explainer(dispatcher, directory, router, records)
+    gateway = Gateway(
+        *(directory, dispatcher, changes, request_metrics, options, explainer),
+        *(tracer, adapters),
+    )
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
         work = {
@@ -146,9 +151,7 @@ async def start_gateway(
             work["rebalance"] = migration.rebalance(options.rebalance_s)
         background = [tasks.create_task(each, name=name) for name, each in work.items()]
         try:
-            yield Wiring(
-                gateway_id, gateway, directory, dispatcher, changes, end_listeners, adapters
-            )
+            yield Wiring(gateway_id, gateway, directory, dispatcher, changes, explainer, adapters)
         finally:
             await dispatcher.close()
             for task in background:

@@ -14,6 +14,7 @@ from services.protocol.codec import (
 )
 from services.protocol.fields import FINISH_REASONS, REQUEUE_REASONS, to_fields
 from services.protocol.messages import (
+    AwaitsBlocks,
     Began,
     DrainNotice,
     Event,
@@ -30,6 +31,7 @@ Fields = dict[str, Message]
 """One field of a response message, by its name."""
 
 _MESSAGES: dict[type[WorkerEvent], tuple[str, type[Message]]] = {
+    AwaitsBlocks: ("awaits_blocks", prefill_pb2.AwaitsBlocks),
     Began: ("began", worker_pb2.Began),
     Reserved: ("reserved", decode_pb2.Reserved),
     Failed: ("failed", worker_pb2.RequestFailed),
@@ -78,6 +80,11 @@ def events_from_wire(message: Any) -> Iterator[Event]:
             yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
         case "began":
             yield Began(message.began.request_id, message.began.attempt)
+        case "awaits_blocks":
+            waits = message.awaits_blocks
+            yield AwaitsBlocks(
+                *(waits.request_id, waits.attempt, waits.num_needed, waits.num_available)
+            )
         case "failed":
             failed = message.failed
             yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)

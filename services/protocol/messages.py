@@ -107,6 +107,15 @@ class Began(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitsBlocks(RequestMessage):
+    """The pool has too few blocks for the request, which waits for them at its prefill worker."""
+
+    num_needed: int = 0
+    """The new blocks that it needs; 0 if an earlier request already waits for blocks."""
+    num_available: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Generated(RequestMessage):
     """The output of a prefill or of one decode step for one sequence."""
 
@@ -175,7 +184,7 @@ class Requeued(RequestMessage):
     next ticket from the tokens received."""
 
 
-RequestEvent = Reserved | Began | Prefilled | Generated | Failed | Requeued
+RequestEvent = Reserved | AwaitsBlocks | Began | Prefilled | Generated | Failed | Requeued
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,5 +212,5 @@ class Step:
 Event = RequestEvent | LoadReport | DrainNotice
 """The events that a gateway reads from a worker. It gets the outputs of a `Step` one by one."""
 
-WorkerEvent = Step | Began | Prefilled | Reserved | Failed | Requeued | DrainNotice
+WorkerEvent = Step | AwaitsBlocks | Began | Prefilled | Reserved | Failed | Requeued | DrainNotice
 """The events that a worker's logic sends to a gateway."""

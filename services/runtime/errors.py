@@ -75,6 +75,10 @@ class UnknownWorker(QuireError):
     code = "unknown_worker"
 
 
+class UnknownRequest(QuireError):
+    code = "unknown_request"
+
+
 class DuplicateRequest(QuireError):
     code = "duplicate_request"
 

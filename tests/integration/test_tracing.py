@@ -10,7 +10,8 @@ import pytest
 from services.gateway.api import ChatMessage, GenerationRequest
 from services.gateway.config import GatewaySettings
 from services.gateway.output.output import RequestStats
-from services.gateway.request.timeline import Phase, Timeline
+from services.gateway.request.events import Phase
+from services.gateway.request.timeline import Timeline
 from services.gateway.request.trace import RequestTrace
 from services.runtime.errors import StartupError
 from services.runtime.tracing import tracer as tracer_module

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from services.protocol.messages import (
+    AwaitsBlocks,
     Began,
     Failed,
     Generated,
@@ -114,7 +115,7 @@ def _keys(event: WorkerEvent) -> Iterator[tuple[str, int]]:
     match event:
         case Step(outputs):
             yield from ((output.request_id, output.attempt) for output in outputs)
-        case Prefilled() | Requeued() | Reserved() | Failed() | Began():
+        case Prefilled() | Requeued() | Reserved() | Failed() | Began() | AwaitsBlocks():
             yield event.request_id, event.attempt
 
 
@@ -128,7 +129,7 @@ def _is_last(event: WorkerEvent) -> bool:
             return (
                 detached is None or not detached.is_detached
             )  # a detached ticket may still be taken back
-        case Reserved() | Began():
+        case Reserved() | Began() | AwaitsBlocks():
             return False
     return True
 

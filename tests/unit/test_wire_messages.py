@@ -32,6 +32,7 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.messages import (
     Abort,
     Admit,
+    AwaitsBlocks,
     Began,
     Command,
     DrainNotice,
@@ -91,6 +92,7 @@ COMMANDS: list[Command] = [
     Resume("r", 2, b"digest"),
 ]
 EVENTS: list[WorkerEvent] = [
+    AwaitsBlocks("r", 2, 3, 1),
     Began("r", 2),
     Prefilled(TICKET.state, (OUTPUT,), LOGPROBS),
     Prefilled(TICKET.state, (), (), (0.5, -0.5)),
@@ -116,7 +118,8 @@ def test_a_command_comes_back_as_it_went(command: Command) -> None:
 
 @pytest.mark.parametrize("event", EVENTS, ids=repr)
 def test_an_event_comes_back_as_it_went(event: WorkerEvent) -> None:
-    kind: Any = PrefillConnectResponse if isinstance(event, Prefilled) else DecodeConnectResponse
+    of_prefill = isinstance(event, Prefilled | AwaitsBlocks)
+    kind: Any = PrefillConnectResponse if of_prefill else DecodeConnectResponse
     response = kind.FromString(kind(**event_to_wire(event)).SerializeToString())
     expected = list(event.outputs) if isinstance(event, Step) else [event]
     assert list(events_from_wire(response)) == expected

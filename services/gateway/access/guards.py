@@ -54,7 +54,7 @@ class KeyGuard:
         if self._keyring is None:
             # Without keys the public port has no operations; those of OPERATIONS_PORT are for
             # everybody who reaches it.
-            return replace(EVERYONE, host=_client(context)[0], is_operator=True)
+            return replace(EVERYONE, host=_client(context)[0], is_operator=bool(self._operations))
         try:
             authorization = next(iter(_metadata(context, "authorization")), None)
             return self._keyring.account(authorization).caller

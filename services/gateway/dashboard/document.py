@@ -2,7 +2,6 @@
 pools. It has no text of a prompt or an answer."""
 
 import time
-from collections import deque
 from itertools import islice, pairwise
 from typing import Any
 
@@ -10,9 +9,10 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.history import History
-from services.gateway.identity import client_id
+from services.gateway.request.events import Phase
+from services.gateway.request.records import Record, Records, record_of
 from services.gateway.request.request import Request
-from services.gateway.request.timeline import Phase, now_ms
+from services.gateway.request.timeline import now_ms
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
@@ -29,16 +29,6 @@ _WAITING = (Phase.WAITING, Phase.PREFILL, Phase.PREEMPTED, Phase.LOST)
 prefill worker's, or for its prompt."""
 
 
-class EndedRequests:
-    """The requests that ended last, as the document has them."""
-
-    def __init__(self) -> None:
-        self.views: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)
-
-    def note(self, request: Request, outcome: str) -> None:
-        self.views.append((_key(request), {**_request(request), "outcome": outcome}))
-
-
 class DashboardDocument:
     def __init__(
         self,
@@ -46,14 +36,14 @@ class DashboardDocument:
         directory: WorkerDirectory,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        ended: EndedRequests,
+        records: Records,
         block_maps: BlockMaps,
     ) -> None:
         self._gateway_id = gateway_id
         self._directory = directory
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._ended = ended
+        self._records = records
         self._block_maps = block_maps
         self.history = History(self._sample)
         self._seen_workers: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -118,8 +108,10 @@ class DashboardDocument:
             self._dispatcher.requests,
             key=lambda each: (each.timeline.phase is Phase.WAITING, each.position.order),
         )
-        running = {_key(each): _request(each) for each in islice(in_order, MAX_RUNNING)}
-        return {**dict(self._ended.views), **running}
+        running = (record_of(each) for each in islice(in_order, MAX_RUNNING))
+        ended = (each for each in self._records if each.stats)
+        shown = (*islice(ended, MAX_RECENT), *running)
+        return {str(each.order): _request(each) for each in shown}
 
     def _workers(self) -> dict[str, Any]:
         """The workers of the directory, and those that left it a moment ago."""
@@ -150,26 +142,22 @@ def _waits_since_ms(request: Request) -> int:
     return since_ms
 
 
-def _key(request: Request) -> str:
-    """Arrivals are distinct, and the order contains the arrival."""
-    return str(request.position.order)
-
-
-def _request(request: Request) -> dict[str, Any]:
-    stats = request.output.stats
+def _request(record: Record) -> dict[str, Any]:
+    stats = record.stats
+    assert stats is not None
     view = {
-        "id": client_id(request.id)[:_MAX_ID_CHARS],
-        "model": request.model,
-        "sequences": request.num_sequences_asked or 1,
+        "id": record.request_id[:_MAX_ID_CHARS],
+        "model": record.model,
+        "sequences": record.num_sequences,
         "prompt": stats.num_prompt_tokens,
         "cached": stats.num_cached_tokens,
         "tokens": stats.num_generated_tokens,
         "preemptions": stats.num_preemptions,
         "moves": stats.num_moves,
-        "spans": [[phase.value, *begin] for phase, *begin in request.timeline.spans],
+        "spans": [[phase.value, *begin] for phase, *begin in record.timeline.spans],
     }
-    if request.timeline.ended_ms is not None:
-        view["ended_ms"] = request.timeline.ended_ms
+    if record.outcome:
+        view |= {"ended_ms": record.ended_ms, "outcome": record.outcome}
     return view
 
 

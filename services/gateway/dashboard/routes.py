@@ -9,17 +9,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.access.caller import bind_caller, require_operator
+from services.gateway.access.caller import LOCAL_OPERATOR, bind_caller, require_operator
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
-from services.gateway.dashboard.document import DashboardDocument, EndedRequests
+from services.gateway.dashboard.document import DashboardDocument
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
 from services.gateway.grpc.relay import Relay
 from services.gateway.http.answering.sending import Json, unless_disconnected
 from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.identity import client_id
+from services.gateway.scheduling.explainer import Explainer
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied
 from services.runtime.metrics import GatewayMetrics
@@ -69,22 +70,28 @@ def make_dashboard(
             check_local(request, host)
 
     block_maps = BlockMaps(block_manager, requests)
-    ended = EndedRequests()
-    wiring.end_listeners.append(ended.note)
     document = DashboardDocument(
-        wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics, ended, block_maps
+        *(wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics),
+        *(wiring.explainer.records, block_maps),
     )
     feed = Feed(document.build)
-    routes = DashboardRoutes(feed, block_maps, check).routes()
+    routes = DashboardRoutes(feed, block_maps, wiring.explainer, check).routes()
     return feed, document.history, [] if setting == "off" else routes
 
 
 class DashboardRoutes:
     """Serves the dashboard. `check` raises an error if a request may not see its data."""
 
-    def __init__(self, feed: Feed, block_maps: BlockMaps, check: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        block_maps: BlockMaps,
+        explainer: Explainer,
+        check: Callable[[Request], None],
+    ) -> None:
         self._feed = feed
         self._block_maps = block_maps
+        self._explainer = explainer
         self._check = check
         self._files = {
             path.name: Response(path.read_bytes(), 200, _HEADERS, _TYPES[path.suffix])
@@ -96,6 +103,7 @@ class DashboardRoutes:
             Route("/", self._page),
             Route("/dashboard/feed", self._events),
             Route("/dashboard/blocks", self._blocks),
+            Route("/dashboard/explain", self._explain),
             Route("/dashboard/audit", self._audit, methods=["POST"]),
             Route("/dashboard/{name}", self._file),
         ]
@@ -129,6 +137,11 @@ class DashboardRoutes:
         if not pool_id or not cell.isdecimal() or len(cell) > 6:
             raise InvalidRequest("name a pool and the number of a cell: ?pool=ID&cell=0")
         return Json(await self._block_maps.describe(pool_id, int(cell)))
+
+    async def _explain(self, request: Request) -> Response:
+        self._check(request)
+        name = request.query_params.get("id", "")
+        return Json(self._explainer.explain(name, LOCAL_OPERATOR))
 
     async def _audit(self, request: Request) -> Response:
         self._check(request)

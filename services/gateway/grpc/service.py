@@ -10,6 +10,7 @@ from grpc import aio
 from quire.progress import ACCEPTED_METADATA
 from quire.types import Beam, Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
+from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (
     ChatMessage,
     EmbeddingRequest,
@@ -73,6 +74,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             usage=inference_pb2.Usage(**asdict(found.usage)),
         )
 
+    async def Explain(
+        self, request: inference_pb2.ExplainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ExplainResponse:
+        if request.HasField("forecast"):
+            asked = request_from_wire(request.forecast, context.time_remaining())
+            found = await self._generator.forecast(asked)
+        else:
+            found = self._generator.explain(request.request_id, current_caller(EVERYONE))
+        return inference_pb2.ExplainResponse(sentences=found)
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
@@ -118,6 +129,7 @@ def request_from_wire(
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
         received=received,
+        include_metrics=message.include_metrics,
         resume_token=new_resume_token() if is_new else message.resume_token,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.types import Usage
+from quire.types import RequestMetrics, Usage
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.rests import WriteRests
@@ -57,6 +57,7 @@ class RequestStats:
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
     first_token_at: float | None = None
+    last_token_at: float | None = None
     prefilled: bool = False
 
     def note_prefill(self, num_cached_tokens: int) -> None:
@@ -75,7 +76,12 @@ class RequestStats:
     def time_to_first_token_s(self) -> float:
         return 0.0 if self.first_token_at is None else self.first_token_at - self.arrived_at
 
-    def usage(self) -> Usage:
+    @property
+    def generation_time_s(self) -> float:
+        """From the first token to the last one so far."""
+        return (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
+
+    def usage(self, metrics: RequestMetrics | None = None) -> Usage:
         return Usage(
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
@@ -84,6 +90,7 @@ class RequestStats:
             num_preemptions=self.num_preemptions,
             num_accepted_drafts=self.num_accepted_drafts,
             num_rejected_drafts=self.num_rejected_drafts,
+            metrics=metrics,
         )
 
 
@@ -126,6 +133,8 @@ class Output:
         self._readable = asyncio.Event()
         self._given_at: float | None = None
         """When the reader got a delta; None once it has asked for the next one."""
+        self.metrics: Callable[[], RequestMetrics] | None = None
+        """Makes the request's figures for the last delta; None if the client does not get them."""
         self.on_read: Callable[[], None] = lambda: None
         """Called when the reader has read everything."""
 
@@ -243,7 +252,8 @@ class Output:
         is_last = not self.living and not any(
             other.has_unread for other in self._read_order if other is not sequence
         )
-        usage = self.stats.usage() if is_last or self.running_usage else None
+        metrics = self.metrics() if is_last and self.metrics is not None else None
+        usage = self.stats.usage(metrics) if is_last or self.running_usage else None
         prompt = self._unsent_prompt
         report = None if prompt is None else prompt.report(self._prompt_logprobs)
         self._unsent_prompt, self._prompt_logprobs = None, ()
@@ -260,5 +270,5 @@ class Output:
             stats.first_token_at = now
             self._meter.first_token(now - stats.arrived_at)
         self._meter.tokens(num_tokens, None if before is None else now - before)
-        sequence.last_token_at = now
+        sequence.last_token_at = stats.last_token_at = now
         stats.num_generated_tokens += num_tokens

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from blockstore.records import PoolSpec
+from quire.types import RequestMetrics
 from services.gateway.api import EmbeddingRequest, GenerationRequest
 from services.gateway.identity import client_id
 from services.gateway.output.output import Output
@@ -32,12 +33,13 @@ from services.gateway.output.parser.message import Parsing
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
+from services.gateway.request.events import Holders, Phase, SetBack
 from services.gateway.request.pulling import Pull, Pulling
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.reading import Reading
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
-from services.gateway.request.timeline import Phase, Timeline
+from services.gateway.request.timeline import Timeline
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.lease import Lease
 from services.gateway.workers.worker import Worker
@@ -53,6 +55,9 @@ MAX_RETRIES = 3
 or sent an impossible message. (`crash_attribution.py` counts lost workers as well.)"""
 
 
+_WAITS = (Phase.WAITING, Phase.PREEMPTED, Phase.LOST)
+
+
 class RequestHost(Protocol):
     """Is told when a request is queued, and when it is closed."""
 
@@ -63,6 +68,8 @@ class RequestHost(Protocol):
     def on_queued(self, request: "Request") -> None: ...
 
     def on_closed(self, request: "Request", error: Exception | None) -> None: ...
+
+    def holders(self, pool_id: str) -> Holders: ...
 
     @property
     def pull(self) -> Pull: ...
@@ -107,9 +114,11 @@ class Request:
         self.waiting_since = self.clock()
         self.started_at: float | None = None
         self.moved_at = -math.inf
+        self.move_cause = ""
+        """Why the request moves to the worker of `attempt.target`."""
         self.tickets = Tickets(self, position)
         self.crash_attribution = CrashAttribution()
-        self.timeline = Timeline(self.trace)
+        self.timeline = Timeline(self.trace, self.clock() - self.output.stats.arrived_at)
         self.pulling = Pulling(host.pull)
         self.reading = Reading(read_window_s, self._on_read, self.close)
         self.reading.begin(self.output, self.deadline)
@@ -194,6 +203,10 @@ class Request:
         num_living = len(self.output.living)
         return self.width if num_living and self.sampling.beam else num_living
 
+    def metrics(self) -> RequestMetrics:
+        """The figures of the request so far, for the client of the present call."""
+        return self.timeline.metrics(self.output.stats, self.num_sequences_asked)
+
     @property
     def swapped(self) -> Swapped | None:
         """Where the KV of the request is swapped out."""
@@ -219,6 +232,17 @@ class Request:
         attempt = self.attempt
         is_busy = attempt.detached or attempt.target
         return None if is_busy or attempt.decode is None else attempt.decode.worker
+
+    @property
+    def pool_held(self) -> str:
+        """The pool in which the request holds blocks, as far as the gateway knows; "" if none."""
+        lease = self.attempt.decode if self.is_decoding else self.attempt.prefill
+        return "" if lease is None or self.timeline.phase in _WAITS else lease.worker.member.pool_id
+
+    def other_holders(self, pool_id: str) -> Holders:
+        """The other requests of this gateway that hold most blocks of a pool."""
+        name = client_id(self.id)
+        return tuple(one for one in self._host.holders(pool_id) if one[0] != name)
 
     # ── the client ───────────────────────────────────────────────────────────────────────────────
 
@@ -279,6 +303,7 @@ class Request:
     def retry_or_fail(self, reason: str) -> None:
         """Requeue the request, or close it after too many retries."""
         self.num_retries += 1
+        self.timeline.note(SetBack(reason))
         log.warning(
             "request_set_back",
             request_id=client_id(self.id),

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from blockstore.records import PrefixHash
 from services.gateway.request.attempt import Attempt
+from services.gateway.request.events import Moved, Phase
 from services.gateway.request.request import Request
 from services.gateway.request.status import RequestStatus
-from services.gateway.request.timeline import Phase
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, PrefillLease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Submit
@@ -96,6 +96,8 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
             request.retry_or_fail(f"the mover of {target} answered without a ticket")
             return
         request.attempt.replace_detached(pulled)
+        cause = f"because {ticket.pool_id} had no slot for it"
+        request.timeline.note(Moved(ticket.pool_id, target, cause))
         request.output.stats.num_moves += 1
         admit(request)
 
@@ -108,8 +110,10 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
     request.pulling.begin(asked, ticket.pool_id, target, on_pulled, on_failure)
 
 
-def reserve_target(request: Request, target: Worker) -> DecodeReservation:
-    """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
+def reserve_target(request: Request, target: Worker, cause: str) -> DecodeReservation:
+    """Ask another decode worker of the pool for slots. Meanwhile the request runs on. `cause`: see
+    `Moved`."""
+    request.move_cause = cause
     number = request.next_number()
     reservation = DecodeReservation(target, request.id, number, request.num_sequences)
     request.attempt.target = reservation
@@ -131,6 +135,10 @@ def request_move(request: Request, target: DecodeReservation) -> bool:
 
 def continue_at(request: Request, moved: Attempt) -> None:
     """Send the ticket, which was handed over, to the target of a move."""
+    detached, target = moved.detached, moved.decode
+    assert detached is not None
+    assert target is not None
+    request.timeline.note(Moved(detached.worker.id, target.worker.id, request.move_cause))
     request.attempt = moved
     request.moved_at = request.clock()
     request.output.stats.num_moves += 1

@@ -13,8 +13,8 @@ as far as it has any.
 from typing import TYPE_CHECKING
 
 from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest
+from services.gateway.request.events import Phase
 from services.gateway.request.status import CANCELLED
-from services.gateway.request.timeline import Phase
 from services.runtime.rpc.error_table import INTERNAL_CODE
 from services.runtime.tracing.context import current_traceparent
 

@@ -1,13 +1,15 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
+from quire.worker_names import worker_name
 from services.gateway.identity import client_id
+from services.gateway.request.events import BlocksAwaited, Computed, Phase, Preempted, SetBack
 from services.gateway.request.request import Request
 from services.gateway.request.sending import admit, continue_at
 from services.gateway.request.status import RequestStatus
-from services.gateway.request.timeline import Phase
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
+    AwaitsBlocks,
     Began,
     Failed,
     Generated,
@@ -49,6 +51,9 @@ def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
             if isinstance(lease, PrefillLease):
                 request.timeline.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
+        case PrefillLease(), AwaitsBlocks(num_needed=needed, num_available=available):
+            holders = request.other_holders(sender.member.pool_id)
+            request.timeline.note(BlocksAwaited(sender.id, needed, available, holders))
         case DecodeReservation() as decode, Requeued(ticket=TicketState() as state) if (
             state.is_detached
         ):
@@ -98,6 +103,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
     request.crash_attribution.note_token(lease.worker)
     lease.worker.prefill_ns_per_token = event.ticket.prefill_ns_per_token
     request.output.stats.note_prefill(event.ticket.num_cached_tokens)
+    request.timeline.note(Computed(request.num_tokens, event.ticket.num_cached_tokens))
     if event.prompt_logprobs:
         request.output.write_prompt(event.prompt_logprobs)
     if event.embedding:
@@ -123,11 +129,12 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
     request.tickets.save_search(state)
     request.detach(decode, state)
     if state.swapped is not None:
-        request.output.stats.num_preemptions += 1
-        request.requeue(Phase.PREEMPTED)
+        _preempt(request, decode.worker, is_swapped=True)
     elif moved := request.attempt.attempt_at_target():
         continue_at(request, moved)
     else:
+        why = "its client did not read" if request.is_paused else "its worker gave it back"
+        request.timeline.note(SetBack(why))
         request.requeue()
 
 
@@ -158,7 +165,14 @@ def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:
         return
     if event.reason is RequeueReason.DRAINING:
         lease.worker.draining = True
+        request.timeline.note(SetBack(f"{worker_name(lease.worker.id)} drains"))
         request.requeue()
     else:
-        request.output.stats.num_preemptions += 1
-        request.requeue(Phase.PREEMPTED)
+        _preempt(request, lease.worker, is_swapped=False)
+
+
+def _preempt(request: Request, worker: Worker, *, is_swapped: bool) -> None:
+    request.output.stats.num_preemptions += 1
+    holders = request.other_holders(worker.member.pool_id)
+    request.timeline.note(Preempted(worker.id, is_swapped, holders))
+    request.requeue(Phase.PREEMPTED)

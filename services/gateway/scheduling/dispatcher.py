@@ -12,7 +12,9 @@ from contextlib import contextmanager
 
 from blockstore.registry import Registry
 from services.gateway.config import GatewayOptions
+from services.gateway.identity import client_id
 from services.gateway.request import worker_events
+from services.gateway.request.events import MAX_LISTED, Holders
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
@@ -182,6 +184,7 @@ class Dispatcher:
         if self._closed:
             raise Draining(_STOPPING)
         request.begin(self, position, self._options.read_window_s)
+        request.timeline.num_queued = self.num_waiting_for(request.model)
         self._requests[request.id] = request
         if found is not None:
             adopt(request, found)
@@ -211,6 +214,17 @@ class Dispatcher:
         self._requests.pop(request.id, None)
         self._changes.notify()
         self._on_end(request, error)
+
+    def holders(self, pool_id: str) -> Holders:
+        """The requests of this gateway that hold most blocks of a pool, and about how many."""
+        spec = self._workers.spec(pool_id)
+        size = 1 if spec is None else spec.block_size
+        held = [
+            (client_id(each.id), -(-each.num_tokens // size))
+            for each in self._requests.values()
+            if each.pool_held == pool_id
+        ]
+        return tuple(sorted(held, key=lambda one: -one[1])[:MAX_LISTED])
 
     # ── events of workers ────────────────────────────────────────────────────────────────────────
 

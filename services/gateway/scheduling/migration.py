@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NoReturn
 
+from quire.worker_names import worker_name
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
 from services.gateway.request.sending import request_move, reserve_target
@@ -78,7 +79,8 @@ class Migration:
         movable = self._movable_requests(source)
         for request in sorted(movable, key=lambda request: request.position.order):
             if target := _worker_with_most_free_slots(pool, request.num_sequences):
-                moves.append((request, reserve_target(request, target)))
+                cause = f"because {worker_name(source.id)} drains"
+                moves.append((request, reserve_target(request, target, cause)))
         await self._start_moves(moves)
 
     # ── rebalance ────────────────────────────────────────────────────────────────────────────────
@@ -105,6 +107,10 @@ class Migration:
         that half."""
         now = self._clock()
         half = (source.num_running - target.num_running) // 2
+        cause = (
+            f"because {worker_name(source.id)} ran {source.num_running} sequences and "
+            f"{worker_name(target.id)} only {target.num_running}"
+        )
         share = source.num_taken_slots / max(source.num_running, source.num_taken_slots)
         num_to_move = round(half * share)
         stayed = [
@@ -117,7 +123,7 @@ class Migration:
                 continue
             if not _has_free_slots(target, num_sequences):
                 break
-            moves.append((request, reserve_target(request, target)))
+            moves.append((request, reserve_target(request, target, cause)))
             num_to_move -= num_sequences
         await self._start_moves(moves)
 

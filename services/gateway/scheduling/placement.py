@@ -12,12 +12,14 @@ from typing import NoReturn
 
 from services.gateway.config import GatewayOptions
 from services.gateway.request import sending
+from services.gateway.request.events import SlotsAwaited, WorkersAwaited
 from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
-from services.gateway.scheduling.router import Route, Router, choose_prefill
+from services.gateway.scheduling.router import Route, Router, placed, rank_prefill, slots_of
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.pool import Pool
+from services.gateway.workers.worker import Worker
 from services.runtime.errors import NoWorker, PromptTooLong
 
 RETRY_S = 0.25
@@ -84,11 +86,15 @@ class Placement:
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.has_open(num_sequences)]
         if not open_pools:
+            _note_slots(request, fitting)
             return RETRY_S
         for route in await self._routes(queue.model, request, open_pools):
             if await self._place_on_route(queue, request, route):
                 return AT_ONCE
-        return AT_ONCE if request not in queue.waiting else RETRY_S
+        if request not in queue.waiting:
+            return AT_ONCE
+        _note_slots(request, open_pools)
+        return RETRY_S
 
     async def _routes(self, model: str, request: Request, open_pools: list[Pool]) -> list[Route]:
         """The routes of a request, the best first. If it has a detached ticket, it goes on in that
@@ -138,25 +144,30 @@ class Placement:
                 continue
             if request.is_computed:
                 sending.admit(request)
-            elif not self._submit(request, route):
+            elif not self._submit(request, route, decode):
                 request.requeue()
                 return True
             queue.waiting.remove(request)
             return True
         return False
 
-    def _submit(self, request: Request, route: Route) -> bool:
+    def _submit(self, request: Request, route: Route, decode: Worker | None = None) -> bool:
         """Send the request to a prefill worker of the route. False: all of them have left."""
-        choice = choose_prefill(route, request.num_uncomputed)
-        if choice is None:
+        ranked = rank_prefill(route, request.num_uncomputed)
+        if not ranked:
             return False
+        decode_id = "" if decode is None else decode.id
+        slots = slots_of(route.pool.decode, decode_id, request.num_sequences)
+        request.timeline.note(placed(route, ranked, decode_id, slots))
         pool_id = route.prefill.spec.pool_id
-        sending.submit(request, *choice, pool_id, route.root_hash, route.source_pool_id)
+        sending.submit(request, *ranked[0], pool_id, route.root_hash, route.source_pool_id)
         return True
 
     def _delay_without_workers(self, queue: ModelQueue, request: Request, reason: str) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
         While workers start, such as after a crash, requests wait longer."""
+        if not request.timeline.ends_with(WorkersAwaited):
+            request.timeline.note(WorkersAwaited(reason))
         now = self._clock()
         is_starting = self._workers.is_starting(queue.model)
         if is_starting and now - request.waiting_since < self._options.start_patience_s:
@@ -170,3 +181,10 @@ class Placement:
             return min(left_s, _NO_WORKERS_S)
         request.close(NoWorker(reason))
         return AT_ONCE
+
+
+def _note_slots(request: Request, pools: list[Pool]) -> None:
+    """Note once that the request waits for slots, and of which workers."""
+    if not request.timeline.ends_with(SlotsAwaited):
+        workers = [worker for pool in pools for worker in pool.decode]
+        request.timeline.note(SlotsAwaited(request.num_sequences, slots_of(workers)))

@@ -20,6 +20,7 @@ from blockstore.errors import StoreUnavailable, UnknownPool
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.records import PoolSpec, PrefixHash
 from blockstore.store import BlockStore
+from services.gateway.request.events import MAX_LISTED, Placed, PrefillOption, Slots
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.ticket import Adapter
@@ -109,16 +110,18 @@ class Router:
         pools: Sequence[Pool],
         prefill_pools: Sequence[Pool] | None = None,
         may_pull: bool = True,
+        looks: bool = False,
     ) -> list[Route]:
         """The routes that end in `pools`, the best first: least cost, then most blocks that are
         free or cached. If the store does not answer, a pool counts as empty. BlockStoreError.
 
         `prefill_pools` may compute the prompt; None is `pools`. `may_pull` tells whether a cached
-        prefix is of use to the request.
+        prefix is of use to the request. With `looks`, the store is asked even where
+        there is no choice.
         """
         sources = pools if prefill_pools is None else prefill_pools
         known = {pool.spec.pool_id: pool for pool in (*pools, *sources)}
-        compare = len(known) > 1
+        compare = looks or len(known) > 1
         seen = {
             pool_id: await self._look(request, pool, compare) for pool_id, pool in known.items()
         }
@@ -202,20 +205,46 @@ class Router:
         return _Seen(root, hashes, num_cached, stats.num_free + stats.num_cached)
 
 
-def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] | None:
-    """The prefill worker that computes `num_tokens` soonest and with the least work. It need not
-    compute a prefix that it computes for another request. None: all workers have left."""
-    workers = [worker for worker in route.prefill.prefill if worker.usable]
-    if not workers:
-        return None
+def rank_prefill(route: Route, num_tokens: int) -> list[tuple[Worker, PrefillLoad]]:
+    """The prefill workers that are there, with what each would compute of `num_tokens`; first the
+    worker that does it soonest and with the least work. It need not compute a prefix that it
+    computes for another request."""
 
-    def to_compute(worker: Worker) -> int:
+    def load(worker: Worker) -> PrefillLoad:
         num_blocks = max(route.num_cached_blocks, worker.num_blocks_in_progress(route.hashes))
-        return max(1, num_tokens - num_blocks * route.prefill.spec.block_size)
+        num_left = num_tokens - num_blocks * route.prefill.spec.block_size
+        return PrefillLoad(max(1, num_left), route.hashes)
 
-    def cost(worker: Worker) -> tuple[int, str]:
-        num_tokens = worker.num_pending_tokens + _COMPUTE_WEIGHT * to_compute(worker)
-        return num_tokens, worker.id
+    def cost(option: tuple[Worker, PrefillLoad]) -> tuple[int, str]:
+        worker, load = option
+        return worker.num_pending_tokens + _COMPUTE_WEIGHT * load.num_tokens, worker.id
 
-    chosen = min(workers, key=cost)
-    return chosen, PrefillLoad(to_compute(chosen), route.hashes)
+    options = [(worker, load(worker)) for worker in route.prefill.prefill if worker.usable]
+    return sorted(options, key=cost)
+
+
+def placed(
+    route: Route, ranked: Sequence[tuple[Worker, PrefillLoad]], decode_id: str, decode: Slots
+) -> Placed:
+    """The event of a request that goes to the first of the `ranked` prefill workers."""
+    spec, s_per_token = route.prefill.spec, route.prefill.s_per_token
+    options = (
+        (worker.id, worker.num_pending_tokens, load.num_tokens)
+        for worker, load in ranked[:MAX_LISTED]
+    )
+    return Placed(
+        *(spec.pool_id, spec.fingerprint, spec.block_size),
+        tuple(PrefillOption(*each, (each[1] + each[2]) * s_per_token) for each in options),
+        *(decode_id, decode, route.source_pool_id),
+    )
+
+
+def slots_of(workers: Sequence[Worker], decode_id: str = "", num_taken: int = 0) -> Slots:
+    """The slots of decode workers: first the worker of this id, as before `num_taken` of its slots
+    were taken, then those with most free slots."""
+
+    def num_free(worker: Worker) -> int:
+        return max(0, worker.num_free_slots) + (num_taken if worker.id == decode_id else 0)
+
+    ranked = sorted(workers, key=lambda each: (each.id != decode_id, -num_free(each), each.id))
+    return tuple((each.id, num_free(each), each.num_slots) for each in ranked[:MAX_LISTED])

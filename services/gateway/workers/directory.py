@@ -124,6 +124,9 @@ class WorkerDirectory:
             tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
         )
 
+    def spec(self, pool_id: str) -> PoolSpec | None:
+        return self._specs.get(pool_id)
+
     def configs(self) -> dict[str, ModelConfig]:
         """The configs of the models that have a worker in the directory, by name."""
         members = (worker.member for worker in self.workers)

@@ -60,6 +60,7 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
     domain.PermissionDenied: (StatusCode.PERMISSION_DENIED, 403),
     domain.UnknownModel: (_MISSING, 404),
     domain.UnknownWorker: (_MISSING, 404),
+    domain.UnknownRequest: (_MISSING, 404),
     domain.DuplicateRequest: (StatusCode.ALREADY_EXISTS, 409),
     domain.Overloaded: (_EXHAUSTED, 429),
     domain.QueueFull: (_EXHAUSTED, 429),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.records import PrefixHash
 from services.protocol.block_keys import num_blocks_for
+from services.protocol.messages import AwaitsBlocks
 from services.protocol.ticket import successor_holder_id
 from services.runtime.logging import get_logger
 from services.worker.pool_engine import PoolEngine
@@ -115,7 +116,10 @@ class Admission:
                 continue
             try:
                 await self._allocate(job)
-            except (OutOfBlocks, MustWait):
+            except (OutOfBlocks, MustWait) as error:
+                if not job.awaits_blocks:
+                    job.awaits_blocks = True
+                    job.session.send(_awaits(job, error))
                 return job.state is State.WAITING
             except StaleHolder:  # the holder id was used before: the gateway has to give a new one
                 self._on_stale(job)
@@ -165,3 +169,8 @@ class Admission:
         holder = job.ticket.holder_id, job.allocation.epoch
         await self._worker.store.release(self._worker.pool_id, *holder)
         job.allocation = None
+
+
+def _awaits(job: PrefillJob, error: OutOfBlocks | MustWait) -> AwaitsBlocks:
+    numbers = (error.needed, error.available) if isinstance(error, OutOfBlocks) else ()
+    return AwaitsBlocks(*job.ticket.key, *numbers)

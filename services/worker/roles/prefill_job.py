@@ -22,6 +22,8 @@ class PrefillJob(Job):
     """The pooling of the prompt's embedding; None if the request draws tokens."""
     follows: PrefixHash | None = None
     """The hash of a prefix that another job of this worker computes and this job waits for."""
+    awaits_blocks: bool = False
+    """Whether the gateway was told that the job waits for blocks."""
     allocation: Allocation | None = None
     to_keep: Mapping[PrefixHash, int] = field(default_factory=dict)
     """The blocks to keep in files (`FileCache.asked`)."""

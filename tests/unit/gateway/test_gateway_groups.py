@@ -154,7 +154,7 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    slot = sending.reserve_target(walk.request, other)
+    slot = sending.reserve_target(walk.request, other, "because d drains")
     assert other.sent == [Reserve("r1", 2, NUM)]
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)

@@ -39,7 +39,7 @@ async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
     assert walk.request.movable_from is walk.decode
     other = ScriptedWorker("other")
-    slot = sending.reserve_target(walk.request, other)
+    slot = sending.reserve_target(walk.request, other, "because d drains")
     assert other.sent == [Reserve("r1", 2)]
     return ticket, other, slot
 

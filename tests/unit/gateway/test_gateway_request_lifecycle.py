@@ -160,7 +160,7 @@ async def test_a_workers_error_is_the_clients() -> None:
 
 
 async def test_the_deadline_ends_it_wherever_it_is() -> None:
-    walk = Walk(deadline=asyncio.get_running_loop().time() + 0.2)
+    walk = Walk(timeout_s=0.2)
     await walk.until_decoding()
     with pytest.raises(DeadlineExceeded):
         await walk.tokens()
@@ -169,7 +169,7 @@ async def test_the_deadline_ends_it_wherever_it_is() -> None:
 
 
 async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
-    walk = Walk(deadline=asyncio.get_running_loop().time() + 10)
+    walk = Walk(timeout_s=10)
     assert await walk.reserve()
     old = replace(walk.start(), timeout_ms=60_000)
     walk.on_event(walk.prefill, walk.prefilled(old))

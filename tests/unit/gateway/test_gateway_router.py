@@ -8,7 +8,7 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from services.gateway.scheduling.router import Route, Router, choose_prefill
+from services.gateway.scheduling.router import Route, Router, rank_prefill
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Abort, Command, LoadReport
@@ -111,20 +111,20 @@ def route(*prefill: Worker, num_cached_blocks: int = 0) -> Route:
 
 def test_prefill_goes_to_the_least_pending_tokens() -> None:
     busy, idle = worker("p1", num_pending_tokens=100), worker("p2", num_pending_tokens=99)
-    assert choose_prefill(route(busy, idle), 64) == (idle, PrefillLoad(64, route().hashes))
+    assert rank_prefill(route(busy, idle), 64)[0] == (idle, PrefillLoad(64, route().hashes))
 
 
 def test_prefill_follows_a_prefix_under_way() -> None:
     """The leader has 64 tokens to compute, the follower only its own last one."""
     leader, idle = worker("p2"), worker("p1")
     leader.prefill_loads["other"] = PrefillLoad(64, route().hashes)
-    assert choose_prefill(route(idle, leader), 65) == (leader, PrefillLoad(1, route().hashes))
+    assert rank_prefill(route(idle, leader), 65)[0] == (leader, PrefillLoad(1, route().hashes))
 
 
 def test_a_long_queue_outweighs_a_shared_prefix() -> None:
     leader, idle = worker("p1", num_pending_tokens=1000), worker("p2")
     leader.prefill_loads["other"] = PrefillLoad(64, route().hashes)
-    chosen = choose_prefill(route(leader, idle), 65)
+    chosen = rank_prefill(route(leader, idle), 65)[0]
     assert chosen is not None
     assert chosen[0] is idle
 
@@ -133,7 +133,7 @@ def test_a_cached_prefix_is_no_reason_to_follow() -> None:
     """All workers have the prefix in the pool: the idle one takes the request."""
     leader, idle = worker("p1"), worker("p2")
     leader.prefill_loads["other"] = PrefillLoad(10, route().hashes)
-    assert choose_prefill(route(leader, idle, num_cached_blocks=4), 65) == (
+    assert rank_prefill(route(leader, idle, num_cached_blocks=4), 65)[0] == (
         idle,
         PrefillLoad(1, route().hashes),
     )
@@ -142,7 +142,7 @@ def test_a_cached_prefix_is_no_reason_to_follow() -> None:
 def test_without_usable_prefill_workers_there_is_no_choice() -> None:
     leaving = worker("p1")
     leaving.draining = True
-    assert choose_prefill(route(leaving), 64) is None
+    assert rank_prefill(route(leaving), 64) == []
 
 
 @pytest.mark.parametrize("num_common", range(5))

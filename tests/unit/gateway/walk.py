@@ -15,6 +15,7 @@ from services.gateway.output.output import Output, RequestStats
 from services.gateway.output.sequence import Sequence
 from services.gateway.output.text import Text
 from services.gateway.request import sending, worker_events
+from services.gateway.request.events import Holders
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
@@ -65,6 +66,9 @@ class ScriptedHost:
     def on_closed(self, request: Request, error: Exception | None) -> None:
         self.ended.append(error)
 
+    def holders(self, pool_id: str) -> Holders:
+        return (("r2", 30),)
+
 
 class ScriptedWorker(Worker):
     """Keeps all commands."""
@@ -107,7 +111,8 @@ def output_of(request: Request) -> Output:
         )
         for index in range(asked.n)
     ]
-    stats, clock = RequestStats(len(PROMPT), 0.0), asyncio.get_running_loop().time
+    clock = asyncio.get_running_loop().time
+    stats = RequestStats(len(PROMPT), clock())
     return Output(request.id, stats, sequences, NoMeter(), clock)
 
 
@@ -116,7 +121,7 @@ class Walk:
 
     def __init__(
         self,
-        deadline: float | None = None,
+        timeout_s: float | None = None,
         num_sequences: int = 1,
         stop: tuple[str, ...] = (),
         beam: BeamParams | None = None,
@@ -126,7 +131,7 @@ class Walk:
         beams = None if beam is None else Beam(beam.width)
         asked = RequestedSampling(n=num_sequences, stop=stop, beam=beams)
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
-        self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=deadline)
+        self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=timeout_s)
         self.request = Request(
             *(self.asked, "r1", "toy", PROMPT, sampling),
             num_sequences_asked=num_sequences,

@@ -18,7 +18,7 @@ from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
 from services.engine.forward import CompleteFlight
 from services.pool.stamps import Stamps, StampState, record_bytes
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import Began, DrainNotice, Step, WorkerEvent
+from services.protocol.messages import AwaitsBlocks, Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
 VOCAB = 50_000
@@ -238,12 +238,14 @@ def _drawn(row: Row, context: list[int]) -> RowResult:
 
 
 class FakeSession:
-    """`began`: the requests reported as begun; `sent`: the events of each request, in order. While
-    it does not read (`reads`), none of its events is delivered."""
+    """`began`, `waiting`: the reports of requests that begin, and that wait for blocks; `sent`: the
+    events of each request, in order. While it does not read (`reads`), none of its events is
+    delivered."""
 
     def __init__(self) -> None:
         self.events: list[WorkerEvent] = []
         self.began: list[str] = []
+        self.waiting: list[AwaitsBlocks] = []
         self.sent: list[str] = []
         self.reads = True
         self._unread: list[Callable[[], None]] = []
@@ -251,6 +253,8 @@ class FakeSession:
     def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         if isinstance(event, Began):
             self.began.append(event.request_id)
+        elif isinstance(event, AwaitsBlocks):
+            self.waiting.append(event)
         else:
             self.events.append(event)
         self.sent += (

@@ -7,7 +7,7 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
-from services.protocol.messages import Requeued, RequeueReason
+from services.protocol.messages import AwaitsBlocks, Requeued, RequeueReason
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
@@ -23,12 +23,14 @@ async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> Non
     pair.prefill.role.submit(pair.session, ticket("r2", range(14)))
     pair.prefill.role.submit(pair.session, ticket("r3", (1,)))
     await pair.until(lambda: pair.prefill.role.load().num_waiting == 2)
+    await pair.until(lambda: bool(pair.session.waiting))
     pair.prefill.role.abort(pair.session, "r1", 1)
     await pair.until(lambda: len(pair.session.events) == 2)
     assert list(prefilled(pair.session)) == ["r1", "r2"]
     pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until(lambda: len(pair.session.events) == 3)
     assert list(prefilled(pair.session)) == ["r1", "r2", "r3"]
+    assert pair.session.waiting[0] == AwaitsBlocks("r2", 1, num_needed=4, num_available=0)
 
 
 async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None:

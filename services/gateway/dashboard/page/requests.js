@@ -1,6 +1,7 @@
 // The timeline: a row for each request, a bar for each phase.
 
 import { byId, count, duration, h, legendItem, svg, workerName } from "./dom.js";
+import { headers, problemOf } from "./feed.js";
 
 const PHASES = ["waiting", "prefill", "hand-off", "decode", "preempted", "moving", "lost"];
 const NUM_TICKS = 4;
@@ -40,7 +41,8 @@ function showAxis(spanMs) {
 function rowOf(request, now, spanMs) {
   if (!rows.has(request.key)) {
     const parts = { name: h("span"), track: svg("svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", "aria-hidden": "true" }), tokens: h("span") };
-    parts.root = h("div", { class: "row", tabindex: 0, role: "listitem" }, parts.name, parts.track, parts.tokens);
+    const explain = (event) => { if (event.type === "click" || event.key === "Enter") showStory(request.id); };
+    parts.root = h("div", { class: "row", tabindex: 0, role: "listitem", onclick: explain, onkeydown: explain }, parts.name, parts.track, parts.tokens);
     rows.set(request.key, parts);
   }
   const { root, name, track, tokens } = rows.get(request.key);
@@ -64,4 +66,13 @@ function rowOf(request, now, spanMs) {
   ].join("\n");
   root.setAttribute("aria-label", root.dataset.tip.replaceAll("\n", "; "));
   return root;
+}
+
+/** What happened to the request, in the sentences of `quire explain`. */
+async function showStory(id) {
+  const response = await fetch(`/dashboard/explain?id=${encodeURIComponent(id)}`, { headers: headers() });
+  const sentences = response.ok ? await response.json() : [await problemOf(response)];
+  const close = h("button", { type: "button", class: "quiet", onclick: () => byId("story").close() }, "Close");
+  byId("story").replaceChildren(h("h2", null, id), h("ol", null, ...sentences.map((text) => h("li", null, text))), close);
+  if (!byId("story").open) byId("story").showModal();
 }

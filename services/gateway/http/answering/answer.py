@@ -10,6 +10,7 @@ from services.gateway.http.answering.formats import (
     AnswerFormat,
     Transcript,
     choice_json,
+    metrics_json,
     usage_json,
 )
 from services.gateway.http.answering.logprobs import (
@@ -68,7 +69,7 @@ class Answer:
         ]
         answer = self._envelope(self.format.kind, choices)
         self._add_prompt_logprobs(answer, [transcript.prompt for _, transcript in in_order])
-        return {**answer, "usage": self._usage(usages)}
+        return {**answer, "usage": self._usage(usages), **self._metrics(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields each delta as a part of the answer, as it comes."""
@@ -88,10 +89,18 @@ class Answer:
                 num_echoed.setdefault(index, self._num_echoed(transcript.prompt))
                 if delta.usage is not None:
                     usages[number] = delta.usage
-                for choice in self._choices(index, transcript, num_echoed[index]):
-                    yield self._part([choice], usages.values())
+                choices = self._choices(index, transcript, num_echoed[index])
+                parts = [self._part([choice], usages.values()) for choice in choices]
+                if parts and not self.body.include_usage:
+                    parts[-1] |= self._metrics(usages.values())
+                for part in parts:
+                    yield part
         if self.body.include_usage:
-            yield {**self._part([]), "usage": self._usage(usages.values())}
+            yield {
+                **self._part([]),
+                "usage": self._usage(usages.values()),
+                **self._metrics(usages.values()),
+            }
 
     def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
         """The fields that all parts of the answer have in common, around `choices`."""
@@ -176,6 +185,10 @@ class Answer:
         if self.body.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
         return usage_json(usages)
+
+    def _metrics(self, usages: Iterable[Usage]) -> JSON:
+        """The figures, if the answer is to one prompt: several prompts are several requests."""
+        return metrics_json(next(iter(usages), None)) if self.num_prompts == 1 else {}
 
     def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
         part = self._envelope(self.format.chunk_kind, choices)

@@ -114,6 +114,8 @@ class Completion(_Exact):
     created: int
     model: str
     usage: Usage
+    metrics: NotRequired[dict[str, float | None]]
+    quire: NotRequired[dict[str, Any]]
 
 
 class TextCompletion(Completion):
@@ -177,6 +179,8 @@ class Response(TypedDict):
     output: list[OutputMessage | FunctionCall | ReasoningOutput]
     store: Literal[False]
     usage: dict[str, Any] | None
+    metrics: NotRequired[dict[str, float | None]]
+    quire: NotRequired[dict[str, Any]]
 
 
 class AnthropicFailure(_Exact):

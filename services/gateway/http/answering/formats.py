@@ -2,7 +2,7 @@
 `stop_reason` and `token_ids`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from quire.types import Usage
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
@@ -157,6 +157,20 @@ def choice_json(
         "stop_reason": delta.stopped_by if delta else None,
     }
     return fields if token_ids is None else {**fields, "token_ids": token_ids}
+
+
+_OF_VLLM = (
+    *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
+    "tokens_per_second",
+)
+
+
+def metrics_json(usage: Usage | None) -> JSON:
+    """The fields of an answer with the figures of its request: vLLM's `metrics`, and `quire`."""
+    if usage is None or usage.metrics is None:
+        return {}
+    figures = asdict(usage.metrics)
+    return {"metrics": {name: figures.pop(name) for name in _OF_VLLM}, "quire": figures}
 
 
 def usage_json(usages: Iterable[Usage]) -> JSON:

@@ -76,6 +76,7 @@ class SampledBody(Body):
     bad_words: Strings | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
+    include_metrics: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -113,6 +114,7 @@ class SampledBody(Body):
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             timeout_s=timeout_s,
+            include_metrics=bool(self.include_metrics),
             is_further=is_further,
             **self.options(),
         )

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from quire.types import Usage
 from services.gateway.http.answering.answer import Deltas
+from services.gateway.http.answering.formats import metrics_json
 from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.answering.sending import COMMENT
 from services.gateway.http.failures import error_body
@@ -95,6 +96,7 @@ class ResponseAnswer:
             "truncation": "disabled",
             "usage": usage and last and _usage_json(usage, last.num_reasoning_tokens),
             "user": body.user,
+            **metrics_json(usage),
         }
 
 

@@ -1,0 +1,187 @@
+"""The figures and the events of a request, and the bounds of what is kept of ended ones."""
+
+import tracemalloc
+from itertools import count
+
+import pytest
+
+from services.gateway.access.caller import LOCAL_OPERATOR, Caller
+from services.gateway.request import records as records_module
+from services.gateway.request.events import (
+    BlocksAwaited,
+    Computed,
+    Entered,
+    Event,
+    Moved,
+    Phase,
+    Preempted,
+    SetBack,
+)
+from services.gateway.request.records import Record, Records, record_of, refused
+from services.gateway.request.timeline import Timeline
+from services.protocol.messages import (
+    AwaitsBlocks,
+    Began,
+    Requeued,
+    RequeueReason,
+    Reserved,
+)
+
+from .test_gateway_migration import handed_over, moving
+from .test_gateway_story import PLACED, WAITED, record
+from .walk import MAX_TOKENS, Walk, step
+
+
+def events_of(walk: Walk, *kinds: type[Event]) -> list[Event]:
+    return [event for _, event in walk.request.timeline.events if isinstance(event, kinds)]
+
+
+async def run(walk: Walk) -> None:
+    """To the end, through a preemption."""
+    assert await walk.reserve()
+    ticket = walk.start()
+    walk.on_event(walk.prefill, AwaitsBlocks("r1", 1, 4, 1))
+    walk.on_event(walk.prefill, Began("r1", 1))
+    walk.on_event(walk.prefill, walk.prefilled(ticket))
+    step(walk, 0)
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    assert await walk.reserve()
+    again = walk.start()
+    walk.on_event(walk.prefill, Began("r1", again.attempt))
+    walk.on_event(walk.prefill, walk.prefilled(again))
+    step(walk, 0, MAX_TOKENS - 3)
+
+
+async def test_the_figures_add_up_to_the_whole() -> None:
+    walk = Walk()
+    walk.output.metrics = walk.request.metrics
+    await run(walk)
+    async for delta in walk.output:
+        last = delta
+    assert last.usage is not None
+    metrics = last.usage.metrics
+    assert metrics is not None
+    parts = metrics.queue_ms + metrics.prefill_ms + metrics.handoff_ms + metrics.decode_ms
+    assert parts == pytest.approx(walk.request.timeline.age_s * 1000, abs=0.01)
+    assert metrics.placement == ("p", "d", "p", "d")
+    assert (metrics.preemptions, metrics.moves) == (1, 0)
+    assert metrics.queue_time_ms <= metrics.queue_ms
+    whole = metrics.queue_time_ms + metrics.time_to_first_token_ms
+    assert whole == pytest.approx(last.usage.time_to_first_token_ms, abs=5)
+    assert metrics.mean_itl_ms == pytest.approx(metrics.generation_time_ms / 5, abs=0.01)
+
+
+async def test_several_sequences_have_no_time_between_tokens() -> None:
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    assert walk.request.metrics().mean_itl_ms is None
+    walk.request.close()
+
+
+async def test_decisions_are_noted_with_their_causes() -> None:
+    walk = Walk()
+    await run(walk)
+    assert events_of(walk, BlocksAwaited, Computed, Preempted) == [
+        BlocksAwaited("p", 4, 1, (("r2", 30),)),
+        Computed(3, 0),
+        Preempted("d", False, (("r2", 30),)),
+        Computed(5, 0),
+    ]
+
+
+async def test_a_move_is_noted_with_its_cause() -> None:
+    walk = Walk()
+    ticket, other, _ = await moving(walk)
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    walk.on_event(walk.decode, handed_over(walk, ticket))
+    assert events_of(walk, Moved) == [Moved("d", other.id, "because d drains")]
+    assert record_of(walk.request).timeline.phase is Phase.MOVING
+    walk.request.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        (RequeueReason.DRAINING, "d drains"),
+        (RequeueReason.STALE_TICKET, "its ticket was not there any more when it was claimed"),
+    ],
+)
+async def test_a_set_back_is_noted(reason: RequeueReason, why: str) -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.on_event(walk.decode, Requeued("r1", 1, reason))
+    assert events_of(walk, SetBack) == [SetBack(why)]
+    walk.request.close()
+
+
+def test_the_first_events_of_many_are_forgotten_but_not_their_times() -> None:
+    timeline = Timeline(age_s=1.0)
+    for _ in range(100):
+        timeline.enter(Phase.PREEMPTED)
+        timeline.enter(Phase.PREFILL, "p")
+    timeline.end()
+    assert (len(timeline.events), timeline.num_forgotten) == (64, 137)
+    assert timeline.placement == ["p"]
+    stats = record().stats
+    assert stats is not None
+    metrics = timeline.metrics(stats)
+    assert metrics.queue_ms >= 1000
+    assert metrics.queue_ms + metrics.prefill_ms == pytest.approx(timeline.age_s * 1000, abs=0.01)
+
+
+def ended(name: str, *events: Event, hashes: bytes = b"") -> Record:
+    timeline = Timeline()
+    for event in events:
+        timeline.note(event)
+    return Record(name, ("alice", ""), timeline, hashes=hashes)
+
+
+def test_a_record_replaces_that_of_the_same_client_and_id() -> None:
+    kept = Records()
+    kept.add(ended("r1"))
+    kept.add(refused("r1", "queue_full", "full", Caller("bob")))
+    kept.add(ended("r1", WAITED))
+    assert [(each.caller[0], len(each.timeline.events)) for each in kept] == [
+        ("alice", 2),
+        ("bob", 1),
+    ]
+
+
+def test_records_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of a record's memory is above what it takes."""
+    monkeypatch.setattr(records_module, "MAX_BYTES", 4 << 20)
+    kept, numbers = Records(), count()
+
+    def add_many(number: int, *events: Event) -> None:
+        for _ in range(number):
+            copies = [type(each)(*_fields(each)) for each in events]
+            kept.add(ended(f"r{next(numbers)}", *copies, hashes=bytes(2048)))
+
+    add_many(5000)
+    assert len(kept) < 4096
+    tracemalloc.start()
+    try:
+        add_many(300, *(PLACED, WAITED, Entered(Phase.PREFILL, "p")) * 15)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 4 << 20
+    assert next(iter(kept)).request_id == f"r{next(numbers) - 1}"
+
+
+def _fields(event: Event) -> list[object]:
+    return [getattr(event, name) for name in event.__dataclass_fields__]
+
+
+@pytest.mark.parametrize(
+    ("caller", "sees"),
+    [
+        (Caller("alice"), True),
+        (Caller("bob"), False),
+        (Caller(host="192.0.2.1"), False),
+        (Caller("root", is_operator=True), True),
+        (LOCAL_OPERATOR, True),
+    ],
+)
+def test_a_key_sees_its_own_requests_and_an_operator_all(caller: Caller, sees: bool) -> None:
+    assert ended("r1").is_visible_to(caller) is sees
