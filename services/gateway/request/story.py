@@ -137,6 +137,8 @@ class Story:
         alike = [one for one in earlier if key and one.block(index) == key and one.root]
         if same := [one for one in alike if one.root == mine.root]:
             return self._evicted(block, max(same, key=lambda one: one.ended_ms))
+        if not earlier:
+            return "It is the first prompt that came here."
         if not alike:
             prompts = count(len(earlier), "prompt")
             return f"The tokens up to {block} were in none of the last {prompts} that came here."
