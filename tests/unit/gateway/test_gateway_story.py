@@ -182,7 +182,7 @@ def test_a_refused_request_has_its_reason() -> None:
             [computed(name="r0", outcome="")],
             "r0 was computing block 1 at the same time.",
         ),
-        (computed(), [computed(name="r0", at_s=9.0)], "in none of the last no prompts"),
+        (computed(), [computed(name="r0", at_s=9.0)], "It is the first prompt that came here."),
     ],
     ids=[
         *("all cached", "never seen", "another salt", "named", "another adapter", "evicted"),
