@@ -143,11 +143,6 @@ class Child:
         return self.spec.name
 
     @property
-    def pid(self) -> int | None:
-        """The id of the process that runs, or ran last."""
-        return self._process and self._process.pid
-
-    @property
     def is_staying(self) -> bool:
         """Whether the service runs, or will run again."""
         return not self._stopping.is_set() and not self._ended.is_set()
