@@ -107,8 +107,8 @@ class Computed:
 
     num_tokens: int
     """The tokens of the prompt, and those generated before."""
-    num_cached: int
-    """How many of them the prefix cache had."""
+    num_cached: int | None
+    """How many of them the prefix cache had; None if all were computed for their own results."""
 
 
 @dataclass(frozen=True, slots=True)

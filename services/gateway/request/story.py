@@ -122,11 +122,13 @@ class Story:
     def _prefix(self, computed: Computed) -> str:
         placed = self.record.timeline.placed
         size = placed.block_size if placed else 0
-        if not size or computed.num_tokens <= size:
-            return f"Nothing was cached: the prompt has no more tokens than one block ({size})."
-        num_cached = computed.num_cached
-        text = f"The prefix cache had {num_cached} of {count(computed.num_tokens, 'token')}"
-        if num_cached >= computed.num_tokens - size:
+        num_tokens, num_cached = computed.num_tokens, computed.num_cached
+        if num_cached is None:
+            return "All of its tokens were computed, cached or not: it asked for their results."
+        if not size or num_tokens < size:
+            return f"Nothing was cached: the prompt has fewer tokens than one block ({size})."
+        text = f"The prefix cache had {num_cached} of {count(num_tokens, 'token')}"
+        if num_cached >= min(num_tokens // size * size, num_tokens - 1):
             return f"{text}, all full blocks."
         return f"{text}. {self._miss(num_cached // size)}"
 

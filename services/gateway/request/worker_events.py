@@ -13,6 +13,7 @@ from services.protocol.messages import (
     Began,
     Failed,
     Generated,
+    PoolingMode,
     Prefilled,
     RequestEvent,
     Requeued,
@@ -103,7 +104,11 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
     request.crash_attribution.note_token(lease.worker)
     lease.worker.prefill_ns_per_token = event.ticket.prefill_ns_per_token
     request.output.stats.note_prefill(event.ticket.num_cached_tokens)
-    request.timeline.note(Computed(request.num_tokens, event.ticket.num_cached_tokens))
+    needs_all = request.unsent_prompt_logprobs is not None or (
+        request.pooling is not None and request.pooling.mode is PoolingMode.MEAN
+    )
+    num_cached = None if needs_all else event.ticket.num_cached_tokens
+    request.timeline.note(Computed(request.num_tokens, num_cached))
     if event.prompt_logprobs:
         request.output.write_prompt(event.prompt_logprobs)
     if event.embedding:

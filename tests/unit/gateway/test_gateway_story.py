@@ -194,7 +194,21 @@ def test_a_miss_has_its_cause(one: Record, others: list[Record], sentence: str) 
 
 
 def test_a_prompt_shorter_than_a_block_is_told() -> None:
-    assert "no more tokens than one block (16)" in told(record(PLACED, Computed(9, 0)))
+    assert "fewer tokens than one block (16)" in told(record(PLACED, Computed(9, 0)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "sentence"),
+    [
+        (48, 47, "The prefix cache had 47 of 48 tokens, all full blocks."),
+        (48, 32, "The tokens up to block 3 were in none of"),
+        (48, None, "All of its tokens were computed, cached or not: it asked for their results."),
+    ],
+)
+def test_full_blocks_end_before_the_last_token(
+    num_tokens: int, num_cached: int | None, sentence: str
+) -> None:
+    assert sentence in told(record(PLACED, Computed(num_tokens, num_cached)))
 
 
 def test_a_client_learns_nothing_of_others() -> None:
