@@ -1,6 +1,7 @@
 """The figures and the events of a request, and the bounds of what is kept of ended ones."""
 
 import tracemalloc
+from copy import deepcopy
 from itertools import count
 
 import pytest
@@ -154,8 +155,7 @@ def test_records_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch
 
     def add_many(number: int, *events: Event) -> None:
         for _ in range(number):
-            copies = [type(each)(*_fields(each)) for each in events]
-            kept.add(ended(f"r{next(numbers)}", *copies, hashes=bytes(2048)))
+            kept.add(ended(f"r{next(numbers)}", *map(deepcopy, events), hashes=bytes(2048)))
 
     add_many(5000)
     assert len(kept) < 4096
@@ -167,10 +167,6 @@ def test_records_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch
         tracemalloc.stop()
     assert used < 4 << 20
     assert next(iter(kept)).request_id == f"r{next(numbers) - 1}"
-
-
-def _fields(event: Event) -> list[object]:
-    return [getattr(event, name) for name in event.__dataclass_fields__]
 
 
 @pytest.mark.parametrize(
