@@ -59,6 +59,8 @@ class ApiKey(BaseModel):
     """Whether requests may have repetition, presence and frequency penalties."""
     models: tuple[str, ...] | None = None
     """The models that this key sees; None: all."""
+    retained_blocks: Annotated[int, Field(ge=0)] | None = None
+    """Blocks of each pool that the key's tenant may retain with this key."""
     priority_ceiling: int = 0
     """The most urgent priority that a request may ask for; a lower number is more urgent."""
 

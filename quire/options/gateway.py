@@ -67,6 +67,13 @@ class RequestOptions(AdapterOptions):
         description="give every answer [its own figures](requests.md#figures-of-one-request); "
         "without it, only answers to requests with include_metrics have them",
     )
+    retained_share: Annotated[float, Flag("SHARE", panel="Network")] = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="share of each pool's blocks that all clients together may "
+        "[retain](../cache.md); 0: none",
+    )
 
     @field_validator("lora", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from services.gateway.api import (
     TokenizeRequest,
 )
 from services.gateway.output.delta import Delta
+from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.gateway.workers.models.model_names import choose_model
 from services.runtime.errors import InvalidApiKey, InvalidRequest, QuireError
 
@@ -48,6 +49,17 @@ class AccessControl:
         """See `Generator.embed`. Also raises RateLimited."""
         with self._admitted(request):
             return await self._generator.embed(request)
+
+    async def retain(self, request: GenerationRequest) -> RetainAnswer:
+        """See `Generator.retain`. Also raises RateLimited."""
+        with self._place():
+            return await self._generator.retain(request)
+
+    async def retained(self, caller: Caller) -> tuple[RetainedPrefix, ...]:
+        return await self._generator.retained(caller)
+
+    async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
+        return await self._generator.drop_retained(name, caller, tenant)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`. Also raises RateLimited."""

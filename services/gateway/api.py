@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from quire.types import Sampling, Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
+from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.model.structured.structure import Structure
 
 
@@ -102,6 +103,19 @@ def new_resume_token() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class RetainDirective:
+    """Asks to retain a prefix of the prompt in the cache for a time."""
+
+    ttl_s: int
+    name: str = ""
+    """Under which it replaces an earlier prefix; empty: the prefix itself names it."""
+    until: tuple[ChatMessage, ...] | None = None
+    """The prefix is what the prompt has in common with this chat; None: it is the whole prompt."""
+    num_tokens: int | None = None
+    """The length of the prefix, which admission finds."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request for text, as the gRPC or HTTP server received it; admission checks it and makes a
     `services.gateway.request.request.Request` of it."""
@@ -138,6 +152,7 @@ class GenerationRequest:
     """The last delta has the request's figures."""
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
+    retain: tuple[RetainDirective, ...] = ()
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
     """The caller of the call that makes this request."""
 
@@ -229,6 +244,16 @@ class Generator(Protocol):
 
     async def embed(self, request: EmbeddingRequest) -> Embedding:
         """The embedding of a prompt. Raises as `generate`."""
+
+    async def retain(self, request: GenerationRequest) -> RetainAnswer:
+        """Retains the prefix that the request names, without computing it. Raises as `generate`."""
+
+    async def retained(self, caller: Caller) -> tuple[RetainedPrefix, ...]:
+        """The prefixes that the caller retains; an operator sees those of all tenants."""
+
+    async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
+        """No longer retains a prefix; an operator may name its tenant. Returns whether it was
+        retained."""
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""

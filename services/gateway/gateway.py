@@ -25,6 +25,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
+from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.records import refused
 from services.gateway.request.request import Request
@@ -165,6 +166,21 @@ class Gateway:
                     return running, request.output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
+
+    async def retain(self, request: GenerationRequest) -> RetainAnswer:
+        """See `Generator.retain`."""
+        name, served, adapter = await self._served(request.model, request.caller)
+        with self._tokenizing():
+            admitted = await admit(request, request.request_id, name, served, adapter)
+        return await self._dispatcher.retention.mark(admitted, served.pools)
+
+    async def retained(self, caller: Caller) -> tuple[RetainedPrefix, ...]:
+        """See `Generator.retained`."""
+        return await self._dispatcher.retention.prefixes(caller)
+
+    async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
+        """See `Generator.drop_retained`."""
+        return await self._dispatcher.retention.drop(name, caller, tenant)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`."""

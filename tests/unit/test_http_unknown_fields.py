@@ -47,8 +47,6 @@ def test_unknown_field_is_ignored(body: type[Any], base: dict[str, Any]) -> None
         "include_obfuscation": True,
         "kv_transfer_params": {"a": 1},
         "metadata": {"run": 1},
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
         "safety_identifier": "s",
         "service_tier": "flex",
         "spaces_between_special_tokens": True,

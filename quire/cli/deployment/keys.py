@@ -63,6 +63,10 @@ class KeyFlags:
     models: Annotated[
         list[str] | None, Option("--model", metavar="NAME", help="may be repeated; default: all")
     ] = None
+    retained_blocks: Annotated[
+        int | None,
+        Option(metavar="N", min=0, help="blocks of each pool that the tenant may retain"),
+    ] = None
     priority_ceiling: Annotated[
         int, Option(metavar="N", help="the most urgent priority; lower is more urgent")
     ] = 0

@@ -4,18 +4,14 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from typer import Option
 
-from quire.addresses import http_url
-from quire.cli.flags import AccessFlags
-from quire.errors import NotAllowed, QuireError, Unreachable, UnreachableUrl
+from quire.cli.calls import HttpFlags, http_call
+from quire.errors import Unreachable
 from quire.sizes import format_size
 from quire.worker_names import worker_name
 
@@ -29,12 +25,9 @@ _REQUEST = "REQUEST PHASE FOR PROMPT CACHED TOKENS PREEMPTED MOVED"
 
 
 @dataclass(frozen=True)
-class TopFlags(AccessFlags):
+class TopFlags(HttpFlags):
     """The gateway whose dashboard is shown."""
 
-    url: Annotated[
-        str, Option(metavar="URL", parser=http_url, help="the HTTP port of a gateway")
-    ] = "http://127.0.0.1:8000"
     once: Annotated[
         bool, Option("--once", help="print the state once, and end; always so without a terminal")
     ] = False
@@ -65,19 +58,9 @@ def top(flags: TopFlags) -> None:
 def read_document(flags: TopFlags) -> dict[str, Any]:
     """The first event of the feed, which has the whole state. Raises UnreachableUrl if the gateway
     does not answer, and QuireError if it refuses."""
-    headers = {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
-    request = Request(f"{flags.url.rstrip('/')}/dashboard/feed", headers=headers)
-    tls = flags.tls_files.context() if flags.tls_files else None
-    try:
-        with urlopen(request, timeout=5, context=tls) as answer:
-            data = next((line[5:] for line in answer if line.startswith(b"data:")), b"")
-            return dict(json.loads(data))
-    except HTTPError as error:
-        refused = NotAllowed if error.code == 401 else QuireError
-        raise refused(error.read().decode(errors="replace"), "refused") from error
-    except (URLError, HTTPException, OSError, ValueError) as error:
-        text = f"no gateway answers at {flags.url}: {getattr(error, 'reason', error)}"
-        raise UnreachableUrl(text, "unreachable") from error
+    with http_call(flags, "/dashboard/feed") as answer:
+        data = next((line[5:] for line in answer if line.startswith(b"data:")), b"")
+        return dict(json.loads(data))
 
 
 def render(d: dict[str, Any]) -> "RenderableType":

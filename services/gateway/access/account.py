@@ -63,6 +63,7 @@ class Account:
             is_operator=key.role == "operator",
             models=None if key.models is None else frozenset(key.models),
             priority_ceiling=key.priority_ceiling,
+            retained_blocks=key.retained_blocks,
             charge=self.charge,
         )
 

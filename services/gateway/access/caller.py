@@ -30,6 +30,8 @@ class Caller:
     """The models that the caller sees; None: all."""
     priority_ceiling: int | None = None
     """The most urgent priority that the caller may ask for; None: the gateway's own setting."""
+    retained_blocks: int | None = None
+    """The most blocks of a pool that the caller's tenant may retain; None: what all may."""
     charge: Callable[[int], None] = _charge_nobody
     """Charges tokens to the caller's account."""
 

@@ -14,6 +14,7 @@ from services.gateway.chat.prompts import (
     resolved,
     tokenize_prompt,
 )
+from services.gateway.chat.retaining import resolve_retain
 from services.gateway.chat.sampling import resolve_sampling
 from services.gateway.chat.tools import form_of, parsing_of
 from services.gateway.checks import check_text, require
@@ -82,6 +83,7 @@ async def admit(
         prompt_logprobs=asked.prompt_logprobs,
         parsing=parsing,
         adapter=adapter,
+        retain=await resolve_retain(request, prompt, served),
     )
 
 

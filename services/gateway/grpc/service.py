@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, Literal
 
 from grpc import aio
 
 from quire.progress import ACCEPTED_METADATA
-from quire.types import Beam, Candidate
+from quire.types import Beam, Candidate, Usage
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (
@@ -71,7 +71,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.EmbedResponse(
             request_id=found.request_id,
             embedding=found.values,
-            usage=inference_pb2.Usage(**asdict(found.usage)),
+            usage=_usage(found.usage),
         )
 
     async def Explain(
@@ -207,8 +207,12 @@ def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateR
     if delta.prompt is not None:
         response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
     if delta.usage is not None:
-        response.usage.CopyFrom(inference_pb2.Usage(**asdict(delta.usage)))
+        response.usage.CopyFrom(_usage(delta.usage))
     return response
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(**{each.name: getattr(usage, each.name) for each in fields(Usage)})
 
 
 def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:

@@ -36,6 +36,7 @@ from services.gateway.http.answering.sending import (
 )
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody, SampledBody
+from services.gateway.http.cache import CacheEndpoints
 from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody, PooledBody
 from services.gateway.http.failures import (
     ANTHROPIC_VERSION,
@@ -95,7 +96,7 @@ def create_app(
     API, where `*` is all. `stream_ping_s` is as in `EventStream`.
     """
     endpoints = _Endpoints(generator, metrics, stream_ping_s)
-    tokens = TokenEndpoints(generator)
+    tokens, cache = TokenEndpoints(generator), CacheEndpoints(generator)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -109,6 +110,8 @@ def create_app(
             ),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
+            Route("/v1/cache", cache.retained, methods=["GET", "POST"]),
+            Route("/v1/cache/{name:path}", cache.drop, methods=["DELETE"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/health", endpoints.health),
@@ -140,7 +143,7 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
     """The key is no cookie, so that pages of other origins cannot use the key of a user."""
     return {
         "allow_origins": origins,
-        "allow_methods": ["GET", "POST"],
+        "allow_methods": ["GET", "POST", "DELETE"],
         "allow_headers": [
             *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT),
             *("X-Api-Key", ANTHROPIC_VERSION, "anthropic-beta"),

@@ -1,6 +1,7 @@
 """The document of /openapi.json: bodies from the models that check them, answers from
 `answering.answer_schema`."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from services.gateway.http.answering import answer_schema
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.cache import CacheBody
 from services.gateway.http.embeddings import EmbeddingBody
 from services.gateway.http.failures import ANTHROPIC_PATHS
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
@@ -30,12 +32,14 @@ _OPERATIONS: tuple[tuple[str, type[BaseModel], Any, str, bool], ...] = (
     ("/v1/messages", MessagesBody, answer_schema.AnthropicMessage, "Answers a chat", True),
     ("/v1/messages/count_tokens", CountTokensBody, answer_schema.InputTokens, "Counts", False),
     *((path, kind, *_POOLED[kind], False) for path, kind in POOLED.items()),
+    ("/v1/cache", CacheBody, answer_schema.CacheAnswer, "Retains a prefix in the cache", False),
     ("/tokenize", TokenizeBody, answer_schema.Tokens, "Tokenizes text or a chat", False),
     ("/detokenize", DetokenizeBody, answer_schema.Text, "Decodes tokens to text", False),
 )
 """Path, body, answer, summary, and whether the answer can be a stream."""
 
 _GETS: tuple[tuple[str, Any, str], ...] = (
+    ("/v1/cache", answer_schema.RetainedPrefixes, "Lists the retained prefixes"),
     ("/v1/models", answer_schema.Models, "Lists the served models"),
     ("/v1/models/{model}", answer_schema.Model, "Describes a served model"),
     ("/health", answer_schema.Health, "Says whether the gateway can serve requests"),
@@ -71,14 +75,9 @@ def openapi_document(version: str) -> dict[str, Any]:
             }
         }
     for path, answer, summary in _GETS:
-        paths[path] = {
-            "get": {
-                "summary": summary,
-                "operationId": _operation_id(path),
-                "parameters": [_MODEL] if "{model}" in path else [],
-                "responses": _responses(path, _of_type(answer, schemas), schemas, streams=False),
-            }
-        }
+        paths.setdefault(path, {})["get"] = _get(path, answer, summary, schemas)
+    dropped = _get("/v1/cache/{name}", answer_schema.Dropped, "Drops a retained prefix", schemas)
+    paths["/v1/cache/{name}"] = {"delete": dropped}
     # The body of a gateway that is not ready is no error.
     paths["/health"]["get"]["responses"]["503"] = paths["/health"]["get"]["responses"]["200"]
     paths["/metrics"] = {"get": _METRICS}
@@ -90,13 +89,24 @@ def openapi_document(version: str) -> dict[str, Any]:
     }
 
 
+def _get(path: str, answer: Any, summary: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """An operation without a body."""
+    parameter = re.search(r"{(\w+)}", path)
+    return {
+        "summary": summary,
+        "operationId": ("get_" if path == "/v1/cache" else "") + _operation_id(path),
+        "parameters": [{**_IN_PATH, "name": parameter[1]}] if parameter else [],
+        "responses": _responses(path, _of_type(answer, schemas), schemas, streams=False),
+    }
+
+
 _TIMEOUT = {
     "name": "X-Quire-Timeout-S",
     "in": "header",
     "description": "seconds after which the client no longer needs the answer",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 604800},
 }
-_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_IN_PATH = {"in": "path", "required": True, "schema": {"type": "string"}}
 _METRICS = {
     "summary": "Metrics in Prometheus' formats",
     "operationId": "metrics",

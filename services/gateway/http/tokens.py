@@ -1,6 +1,6 @@
 """/tokenize and /detokenize, as vLLM defines them, and Anthropic's /v1/messages/count_tokens."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 from starlette.requests import Request
@@ -22,6 +22,7 @@ class TokenizeBody(Body):
     """Text as `prompt`, or a chat as `messages`."""
 
     refused = OF_PROMPTS
+    forms: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
     model: str | None = None
     prompt: str | None = None
@@ -34,11 +35,11 @@ class TokenizeBody(Body):
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise FieldError("prompt", "one of prompt and messages is needed")
+        if sum(getattr(self, name) is not None for name in self.forms) != 1:
+            raise FieldError("prompt", f"one of {' and '.join(self.forms)} is needed")
         if self.messages is not None and not self.messages:
             raise FieldError("messages", "messages is empty")
-        if self.prompt is not None:
+        if self.messages is None:
             for name in ("chat_template_kwargs", "tools"):
                 if getattr(self, name):
                     raise FieldError(name, f"{name} is for messages")

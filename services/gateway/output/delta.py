@@ -3,8 +3,9 @@ received before its stream broke."""
 
 from dataclasses import dataclass
 
-from quire.types import Candidate, Usage
+from quire.types import Candidate
 from services.gateway.output.parser.parts import Content, Part
+from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 
@@ -55,7 +56,7 @@ class Delta:
     """Set in the last delta of a sequence."""
     stopped_by: str | int | None = None
     """The stop string or stop token id that ended the sequence, in its last delta."""
-    usage: Usage | None = None
+    usage: RequestUsage | None = None
     """In the last delta of the request; with `running_usage` in every delta."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token, if the request asks for logprobs."""

@@ -12,11 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.types import RequestMetrics, Usage
+from quire.types import RequestMetrics
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.rests import WriteRests
 from services.gateway.output.sequence import Sequence
+from services.gateway.output.usage import RequestUsage, RetainAnswer
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
@@ -59,6 +60,10 @@ class RequestStats:
     first_token_at: float | None = None
     last_token_at: float | None = None
     prefilled: bool = False
+    block_size: int = 0
+    """Of the pool that computes the prompt; 0 before it is chosen."""
+    retained: tuple[RetainAnswer, ...] = ()
+    """What became of the prefixes that the request wants to retain."""
 
     def note_prefill(self, num_cached_tokens: int) -> None:
         """Note the cached tokens of the first prefill. Later ones find what this request computed
@@ -73,6 +78,15 @@ class RequestStats:
         self.num_rejected_drafts += num_drafts - num_accepted
 
     @property
+    def num_written_tokens(self) -> int:
+        """The prompt tokens that were computed into full blocks, which the prefix cache keeps."""
+        if not self.prefilled or not self.block_size:
+            return 0
+        num_cached_blocks = -(-self.num_cached_tokens // self.block_size)
+        num_full_blocks = self.num_prompt_tokens // self.block_size
+        return max(0, num_full_blocks - num_cached_blocks) * self.block_size
+
+    @property
     def time_to_first_token_s(self) -> float:
         return 0.0 if self.first_token_at is None else self.first_token_at - self.arrived_at
 
@@ -81,8 +95,8 @@ class RequestStats:
         """From the first token to the last one so far."""
         return (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
 
-    def usage(self, metrics: RequestMetrics | None = None) -> Usage:
-        return Usage(
+    def usage(self, metrics: RequestMetrics | None = None) -> RequestUsage:
+        return RequestUsage(
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
             num_generated_tokens=self.num_generated_tokens,
@@ -91,6 +105,8 @@ class RequestStats:
             num_accepted_drafts=self.num_accepted_drafts,
             num_rejected_drafts=self.num_rejected_drafts,
             metrics=metrics,
+            num_written_tokens=self.num_written_tokens if self.reports_cached else None,
+            retained=self.retained,
         )
 
 

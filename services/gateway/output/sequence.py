@@ -1,11 +1,11 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
-from quire.types import Usage
 from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.output.logprob_text import with_text
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.parser.parts import Part, joined
 from services.gateway.output.text import Text
+from services.gateway.output.usage import RequestUsage
 from services.model.text.stop_strings import Scanned
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
@@ -119,7 +119,9 @@ class Sequence:
             self._finish(finish, token_ids)
         return num_taken
 
-    def take(self, request_id: str, usage: Usage | None, prompt: PromptReport | None) -> Delta:
+    def take(
+        self, request_id: str, usage: RequestUsage | None, prompt: PromptReport | None
+    ) -> Delta:
         """Everything that the client has not read yet, as one delta."""
         delta = Delta(
             request_id=request_id,

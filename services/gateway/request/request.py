@@ -26,7 +26,7 @@ from typing import Protocol
 
 from blockstore.records import PoolSpec
 from quire.types import RequestMetrics
-from services.gateway.api import EmbeddingRequest, GenerationRequest
+from services.gateway.api import EmbeddingRequest, GenerationRequest, RetainDirective
 from services.gateway.identity import client_id
 from services.gateway.output.output import Output
 from services.gateway.output.parser.message import Parsing
@@ -96,6 +96,7 @@ class Request:
     """How to parse the messages; None: the client gets text only."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client names as its model; None: it names the model."""
+    retain: tuple[RetainDirective, ...] = ()
     trace: RequestTrace | None = None
     """None: the request is not traced."""
     embedding: tuple[float, ...] = ()

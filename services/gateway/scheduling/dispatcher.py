@@ -23,6 +23,7 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
+from services.gateway.scheduling.retention import Retention
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
@@ -67,7 +68,8 @@ class Dispatcher:
         self._on_end = on_end
         self.pull = pull
         self._changes = changes
-        self._placement = Placement(workers, router, options, changes)
+        self.retention = Retention(router, workers, options)
+        self._placement = Placement(workers, router, options, changes, self.retention)
         self._model_queues: dict[str, ModelQueue] = {}
         self._requests: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}

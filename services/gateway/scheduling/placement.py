@@ -15,6 +15,7 @@ from services.gateway.request import sending
 from services.gateway.request.events import SlotsAwaited, WorkersAwaited
 from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
+from services.gateway.scheduling.retention import Retention
 from services.gateway.scheduling.router import Route, Router, placed, rank_prefill, slots_of
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
@@ -41,7 +42,9 @@ class Placement:
         router: Router,
         options: GatewayOptions,
         changes: ChangeNotifier,
+        retention: Retention,
     ) -> None:
+        self._retention = retention
         self._workers = workers
         self._router = router
         self._options = options
@@ -144,9 +147,13 @@ class Placement:
                 continue
             if request.is_computed:
                 sending.admit(request)
-            elif not self._submit(request, route, decode):
-                request.requeue()
-                return True
+            else:
+                await self._retention.apply(request, route.prefill.spec)
+                if request not in queue.waiting:
+                    return True
+                if not self._submit(request, route, decode):
+                    request.requeue()
+                    return True
             queue.waiting.remove(request)
             return True
         return False
@@ -160,6 +167,7 @@ class Placement:
         slots = slots_of(route.pool.decode, decode_id, request.num_sequences)
         request.timeline.note(placed(route, ranked, decode_id, slots))
         pool_id = route.prefill.spec.pool_id
+        request.output.stats.block_size = route.prefill.spec.block_size
         sending.submit(request, *ranked[0], pool_id, route.root_hash, route.source_pool_id)
         return True
 

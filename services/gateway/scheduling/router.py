@@ -92,7 +92,7 @@ class Router:
     def __init__(
         self, store: BlockStore, secret: bytes, bandwidth: Bandwidth | None = None
     ) -> None:
-        self._store = store
+        self.store = store
         self._secret = secret
         self._bandwidth = bandwidth or (lambda source, target: 0.0)
 
@@ -196,10 +196,10 @@ class Router:
         else:
             hashes = await asyncio.to_thread(prefix_hashes, root, prompt, spec.block_size)
         try:
-            num_cached = await self._store.match(spec.pool_id, hashes)
+            num_cached = await self.store.match(spec.pool_id, hashes)
             if not compare:
                 return _Seen(root, hashes, num_cached)
-            stats = await self._store.stats(spec.pool_id)
+            stats = await self.store.stats(spec.pool_id)
         except (StoreUnavailable, UnknownPool):  # the ledger is lost or in recovery
             return _Seen(root, hashes)
         return _Seen(root, hashes, num_cached, stats.num_free + stats.num_cached)

@@ -9,11 +9,12 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from quire.types import Usage
+from services.gateway.access.caller import Caller
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
     GenerationRequest,
+    RetainDirective,
     ServedModel,
     Tokenized,
     TokenizeRequest,
@@ -21,6 +22,7 @@ from services.gateway.api import (
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta
+from services.gateway.output.usage import RequestUsage, RetainAnswer, RetainedPrefix
 from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10
@@ -85,7 +87,9 @@ class FakeGenerator:
         n, last = request.sampling.n, position == len(TEXTS) - 1
         is_end = last and index == n - 1
         num_generated = n * position + index + 1
-        usage = Usage(7, self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts)
+        retained = tuple(map(_retained, request.retain))
+        counts = self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts, 2
+        usage = RequestUsage(7, *counts, retained)
         return Delta(
             request.request_id,
             index,
@@ -103,6 +107,16 @@ class FakeGenerator:
         assert last.usage is not None
         values = self.vectors.get(request.prompt, (0.6, -0.8))
         return Embedding(request.request_id, values, last.usage)
+
+    async def retain(self, request: GenerationRequest) -> RetainAnswer:
+        self.requests.append(request)
+        return _retained(request.retain[0])
+
+    async def retained(self, caller: Caller) -> tuple[RetainedPrefix, ...]:
+        return (RetainedPrefix("p", caller.tenant, "org/tiny", "pool-1", 32, None, 9.0),)
+
+    async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
+        return name == "a/b" and tenant == "acme"
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:
@@ -123,6 +137,10 @@ class FakeGenerator:
 
     def ready(self) -> bool:
         return self.is_ready
+
+
+def _retained(asked: RetainDirective) -> RetainAnswer:
+    return RetainAnswer(asked.name or "auto", "clipped", 6, 4, asked.ttl_s, "no room")
 
 
 @pytest.fixture

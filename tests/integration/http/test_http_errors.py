@@ -211,6 +211,8 @@ async def test_no_path_with_a_slash_at_its_end_is_redirected(generator: FakeGene
     app = create_app(generator, CollectorRegistry())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         for route in app.routes:
+            if route.path.startswith("/v1/cache"):  # type: ignore[attr-defined]
+                continue  # the end of the path is a name
             path = route.path.replace("{model:path}", "a")  # type: ignore[attr-defined]
             method = "POST" if "POST" in route.methods else "GET"  # type: ignore[attr-defined]
             answer = await client.request(method, f"{path}/", headers={"Host": "evil.example"})

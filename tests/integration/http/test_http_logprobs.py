@@ -10,11 +10,12 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.types import Candidate, Usage
+from quire.types import Candidate
 from services.gateway.api import GenerationRequest, ServedModel
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator
@@ -70,7 +71,7 @@ class Generator(FakeGenerator):
                 TEXTS[position],
                 FinishReason.STOP if last else None,
                 2 if last else None,
-                Usage(3, 0, number, 1.5, 0) if last else None,
+                RequestUsage(3, 0, number, 1.5, 0) if last else None,
                 (TOKENS[position],) if sampling.logprobs is not None else (),
                 prompt if position == 0 else None,
             )

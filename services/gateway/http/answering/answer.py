@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from quire.types import Usage
 from services.gateway.http.answering.formats import (
     AnswerFormat,
     Transcript,
@@ -22,6 +21,7 @@ from services.gateway.http.answering.logprobs import (
 from services.gateway.http.bodies.schema import GenerationBody
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
 from services.gateway.output.parser.parts import Part, Reasoning
+from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -47,7 +47,7 @@ class Answer:
         """All deltas as one answer."""
         transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
         prompts: dict[int, PromptReport] = {}
-        usages: list[Usage] = []
+        usages: list[RequestUsage] = []
         async with aclosing(deltas):
             async for number, delta in deltas:
                 transcripts[self._index(number, delta)].add(delta)
@@ -73,7 +73,7 @@ class Answer:
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields each delta as a part of the answer, as it comes."""
-        usages: dict[int, Usage] = {}
+        usages: dict[int, RequestUsage] = {}
         prompts: dict[int, PromptReport] = {}
         num_echoed: dict[int, int] = {}
         async with aclosing(deltas):
@@ -115,7 +115,7 @@ class Answer:
     def _index(self, number: int, delta: Delta) -> int:
         return number * self.body.num_choices + delta.index
 
-    def _openings(self, first: Usage | None) -> Iterator[JSON]:
+    def _openings(self, first: RequestUsage | None) -> Iterator[JSON]:
         """The parts before those of the first delta, whose usage is `first`: one for each
         choice."""
         opening = self.format.opening
@@ -181,16 +181,16 @@ class Answer:
         for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
             place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
 
-    def _usage(self, usages: Iterable[Usage]) -> JSON:
+    def _usage(self, usages: Iterable[RequestUsage]) -> JSON:
         if self.body.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
         return usage_json(usages)
 
-    def _metrics(self, usages: Iterable[Usage]) -> JSON:
+    def _metrics(self, usages: Iterable[RequestUsage]) -> JSON:
         """The figures, if the answer is to one prompt: several prompts are several requests."""
         return metrics_json(next(iter(usages), None)) if self.num_prompts == 1 else {}
 
-    def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
+    def _part(self, choices: list[JSON], usages: Iterable[RequestUsage] = ()) -> JSON:
         part = self._envelope(self.format.chunk_kind, choices)
         if not self.body.include_usage:
             return part

@@ -27,6 +27,16 @@ class Failure(_Exact):
 
 class PromptDetails(_Exact):
     cached_tokens: int
+    cache_write_tokens: int
+
+
+class Retained(_Exact):
+    name: str
+    status: Literal["accepted", "clipped", "rejected"]
+    asked_tokens: int
+    retained_tokens: int
+    ttl: int
+    reason: str | None
 
 
 class CompletionDetails(_Exact):
@@ -40,6 +50,35 @@ class Usage(_Exact):
     total_tokens: int
     prompt_tokens_details: PromptDetails | None
     completion_tokens_details: CompletionDetails | None
+    retained: NotRequired[list[Retained]]
+
+
+class CacheAnswer(Retained):
+    object: Literal["cache.retention"]
+    expires_at: int | None
+    usage: Usage | None
+
+
+class RetainedPrefix(_Exact):
+    object: Literal["cache.retention"]
+    name: str
+    tenant: str
+    model: str
+    pool: str
+    retained_tokens: int
+    cached_tokens: int | None
+    expires_at: int
+
+
+class RetainedPrefixes(_Exact):
+    object: Literal["list"]
+    data: list[RetainedPrefix]
+
+
+class Dropped(_Exact):
+    object: Literal["cache.retention"]
+    name: str
+    deleted: Literal[True]
 
 
 class TextLogprobs(_Exact):

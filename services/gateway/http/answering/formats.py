@@ -4,10 +4,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from quire.types import Usage
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.gateway.output.usage import RequestUsage, RetainAnswer
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ _OF_VLLM = (
 )
 
 
-def metrics_json(usage: Usage | None) -> JSON:
+def metrics_json(usage: RequestUsage | None) -> JSON:
     """The fields of an answer with the figures of its request: vLLM's `metrics`, and `quire`."""
     if usage is None or usage.metrics is None:
         return {}
@@ -173,7 +173,7 @@ def metrics_json(usage: Usage | None) -> JSON:
     return {"metrics": {name: figures.pop(name) for name in _OF_VLLM}, "quire": figures}
 
 
-def usage_json(usages: Iterable[Usage]) -> JSON:
+def usage_json(usages: Iterable[RequestUsage]) -> JSON:
     """The field `usage`: the sum over all prompts of an answer."""
     usages = tuple(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
@@ -181,6 +181,9 @@ def usage_json(usages: Iterable[Usage]) -> JSON:
     cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
     num_accepted = sum(usage.num_accepted_drafts for usage in usages)
     num_rejected = sum(usage.num_rejected_drafts for usage in usages)
+    written = [usage.num_written_tokens for usage in usages]
+    details = {"cached_tokens": sum(cached), "cache_write_tokens": sum(filter(None, written))}
+    retained = [retained_json(each) for usage in usages for each in usage.retained]
     drafts = {
         "accepted_prediction_tokens": num_accepted,
         "rejected_prediction_tokens": num_rejected,
@@ -189,6 +192,19 @@ def usage_json(usages: Iterable[Usage]) -> JSON:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+        "prompt_tokens_details": details if cached else None,
         "completion_tokens_details": drafts if num_accepted + num_rejected else None,
+        **({"retained": retained} if retained else {}),
+    }
+
+
+def retained_json(answer: RetainAnswer) -> JSON:
+    """The answer to a wish to retain a prefix."""
+    return {
+        "name": answer.name,
+        "status": answer.status,
+        "asked_tokens": answer.num_asked_tokens,
+        "retained_tokens": answer.num_tokens,
+        "ttl": answer.ttl_s,
+        "reason": answer.reason or None,
     }

@@ -9,6 +9,7 @@ from services.gateway.api import ChatMessage
 from services.gateway.chat.prompts import MAX_MESSAGES
 from services.gateway.http.bodies.fields import Body, FieldError
 from services.gateway.http.bodies.parts import MessageContent, Said
+from services.gateway.http.bodies.retention import Breakpoint, CacheControl
 from services.gateway.http.bodies.tools import ToolCalls, call_fields
 from services.gateway.http.bodies.unknown_fields import OF_MESSAGES
 
@@ -30,12 +31,19 @@ class MessageBody(Body):
     thinking: str | None = None
     """The reasoning of an assistant's message, for templates that show it. `reasoning` is vLLM's
     newer name for `reasoning_content`, and `thinking` is Ollama's."""
+    cache_control: CacheControl = None
+    """A breakpoint after the message."""
 
     @model_validator(mode="after")
     def _check_calls(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise FieldError("tool_calls", "tool_calls are of messages with role assistant")
         return self
+
+    @property
+    def breakpoints(self) -> tuple[Breakpoint, ...]:
+        own = () if self.cache_control is None else ((None, self.cache_control),)
+        return *self.content.breakpoints, *own
 
     def to_message(self) -> ChatMessage:
         said = self.content

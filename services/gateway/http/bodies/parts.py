@@ -1,10 +1,12 @@
 """The content of a message or an item: text, a list of texts and parts, or null."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
+
+from services.gateway.http.bodies.retention import Breakpoint, parse_cache_control
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _REASONING_TYPES = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")
@@ -17,6 +19,8 @@ class Said:
 
     text: str = ""
     reasoning: str = ""
+    breakpoints: tuple[Breakpoint, ...] = ()
+    """Where parts with `cache_control` end."""
 
 
 def _said(value: Any, joint: str) -> Said:
@@ -30,8 +34,22 @@ def _said(value: Any, joint: str) -> Said:
             said = list(map(_part, parts))
             texts = [text for text, is_reasoning in said if not is_reasoning]
             thoughts = [text for text, is_reasoning in said if is_reasoning]
-            return Said(joint.join(texts), joint.join(thoughts))
+            whole = Said(joint.join(texts), joint.join(thoughts))
+            return replace(whole, breakpoints=_breakpoints(parts, said, joint))
     raise ValueError("must be text or a list of text parts")
+
+
+def _breakpoints(
+    parts: list[Any], said: list[tuple[str, bool]], joint: str
+) -> tuple[Breakpoint, ...]:
+    found, num_chars = list[Breakpoint](), 0
+    for part, (text, is_reasoning) in zip(parts, said, strict=True):
+        if not is_reasoning:
+            num_chars += len(text) + (len(joint) if num_chars else 0)
+        ttl_s = parse_cache_control(part.get("cache_control")) if isinstance(part, dict) else None
+        if ttl_s is not None:
+            found.append((num_chars, ttl_s))
+    return tuple(found)
 
 
 def _part(part: Any) -> tuple[str, bool]:

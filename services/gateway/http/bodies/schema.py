@@ -15,6 +15,7 @@ from services.gateway.api import (
     Prompt,
     RequestedSampling,
     RequestedTools,
+    RetainDirective,
 )
 from services.gateway.chat.prompts import PROMPT
 from services.gateway.http.bodies.fields import (
@@ -30,6 +31,7 @@ from services.gateway.http.bodies.fields import (
     TruncatedBody,
 )
 from services.gateway.http.bodies.messages import Messages
+from services.gateway.http.bodies.retention import DAY_S, breakpoints
 from services.gateway.http.bodies.structured import (
     ResponseFormat,
     StructuredOutputsBody,
@@ -70,6 +72,8 @@ class SampledBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Biases = Field(default_factory=dict)
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     stream: bool | None = None
 
     allowed_token_ids: Integers | None = None
@@ -116,8 +120,14 @@ class SampledBody(Body):
             timeout_s=timeout_s,
             include_metrics=bool(self.include_metrics),
             is_further=is_further,
+            retain=self.directives(prompt, "" if is_further else self.prompt_cache_key or ""),
             **self.options(),
         )
+
+    def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
+        """What to retain of the prompt."""
+        lasts = self.prompt_cache_retention == "24h"
+        return (RetainDirective(DAY_S, name),) if lasts else ()
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `RequestedSampling`: those of the same name, where given, and those that
@@ -334,6 +344,13 @@ class ChatBody(GenerationBody):
     def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
         messages = tuple(message.to_message() for message in self.messages)
         return [self.request(messages, request_id, timeout_s)]
+
+    def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
+        places = [message.breakpoints for message in self.messages]
+        if not any(places):
+            return super().directives(prompt, name)
+        messages = tuple(message.to_message() for message in self.messages)
+        return *super().directives(prompt, name), *breakpoints(messages, places)
 
     def requested_tools(self) -> RequestedTools | None:
         chosen = self.tool_choice
