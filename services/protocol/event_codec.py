@@ -79,7 +79,8 @@ def events_from_wire(message: Any) -> Iterator[Event]:
             reserved = message.reserved
             yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
         case "began":
-            yield Began(message.began.request_id, message.began.attempt)
+            began = message.began
+            yield Began(began.request_id, began.attempt, began.num_cached_tokens)
         case "awaits_blocks":
             waits = message.awaits_blocks
             yield AwaitsBlocks(

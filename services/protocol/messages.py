@@ -105,6 +105,9 @@ class Began(RequestMessage):
     """The worker begins to compute the request. It sends this before it begins, so that a crash can
     be attributed."""
 
+    num_cached_tokens: int = 0
+    """The prompt tokens that a prefill worker found in the cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class AwaitsBlocks(RequestMessage):

@@ -93,7 +93,7 @@ COMMANDS: list[Command] = [
 ]
 EVENTS: list[WorkerEvent] = [
     AwaitsBlocks("r", 2, 3, 1),
-    Began("r", 2),
+    Began("r", 2, 16),
     Prefilled(TICKET.state, (OUTPUT,), LOGPROBS),
     Prefilled(TICKET.state, (), (), (0.5, -0.5)),
     Reserved("r", 2, granted=True),

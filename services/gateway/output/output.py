@@ -66,11 +66,11 @@ class RequestStats:
     """What became of the prefixes that the request wants to retain."""
 
     def note_prefill(self, num_cached_tokens: int) -> None:
-        """Note the cached tokens of the first prefill. Later ones find what this request computed
-        itself, and do not count."""
+        """Note the cached tokens of the first prefill, also if it does not come to its end. Later
+        ones find what this request computed itself, and do not count."""
         if not self.prefilled:
             self.prefilled = True
-            self.num_cached_tokens = num_cached_tokens
+            self.num_cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
 
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts that a step verified."""

@@ -50,6 +50,7 @@ def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
             if isinstance(lease, PrefillLease):
+                request.output.stats.note_prefill(event.num_cached_tokens)
                 request.timeline.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
         case PrefillLease(), AwaitsBlocks(num_needed=needed, num_available=available):

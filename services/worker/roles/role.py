@@ -162,7 +162,7 @@ class Role(ABC, Generic[J]):
         then knows which requests it had begun."""
         ticket, session = job.ticket, job.session
         start = partial(self.worker.engine.send, Start(ticket.holder_id))
-        session.send(Began(*ticket.key), then=start)
+        session.send(Began(*ticket.key, ticket.num_cached_tokens), then=start)
 
     def end(self, job: J, ending: Ending) -> None:
         """Begin an early end. Only a hand-over that is under way can still change into another

@@ -188,7 +188,9 @@ class FakeWorker:
 
     def say_begun(self, session: Session, command: Any) -> None:
         key = command.ticket.request_id, command.ticket.attempt
-        session.send(began=worker_pb2.Began(request_id=key[0], attempt=key[1]))
+        cached = getattr(self, "num_cached", 0)
+        began = worker_pb2.Began(request_id=key[0], attempt=key[1], num_cached_tokens=cached)
+        session.send(began=began)
 
     def commands(self, kind: type) -> list[Any]:
         return [command for command in self.seen if isinstance(command, kind)]
