@@ -253,19 +253,27 @@ class RedisStore(RedisCalls):
         hashes: Sequence[PrefixHash],
         limits: tuple[int, int],
     ) -> Retained:
+        if not await self._retains(pool_id):
+            raise StoreUnavailable(f"pool {pool_id} has functions without retention")
         args: list[Argument] = [owner, name, ttl_ms, *limits, *hashes]
         return Retained(*await self._mutate("retain", pool_id, *args))
 
     async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+        if not await self._retains(pool_id):
+            return False
         return bool(await self._mutate("end_retention", pool_id, owner, name))
 
     async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
         rows: list[Any] = []
-        page = [None] * RETENTION_PAGE
+        page = [None] * RETENTION_PAGE if await self._retains(pool_id) else []
         while len(page) == RETENTION_PAGE:
             page = await self._read("retentions", pool_id, len(rows), RETENTION_PAGE)
             rows.extend(page)
         return tuple(sorted(map(retention, rows), key=lambda each: (each.owner, each.name)))
+
+    async def _retains(self, pool_id: str) -> bool:
+        """Whether the pool's functions know retention: those of the version before do not."""
+        return await self._library(pool_id) == FUNCTION_LIBRARY
 
     # Recovery
 

@@ -291,6 +291,8 @@ class Pool:
     num_prefix_hits: int
     recovering: bool = False
     missing_worker_ids: tuple[str, ...] = ()
+    num_retained: int = 0
+    """The prefix blocks that clients retain, cached or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,10 @@ async def test_a_pool_of_the_version_before_keeps_its_functions(own_valkey: Valk
     store = await RedisStore.connect(own_valkey.url, retry_for_s=0.5)
     own_valkey.command("FCALL", function, 1, f"{{{pool}}}", *fields, store.run_id)
     assert (await store.stats("old")).num_free == 8
+    assert await store.retentions("old") == ()
+    assert not await store.end_retention("old", "owner", "name")
+    with pytest.raises(StoreUnavailable):
+        await store.retain("old", "owner", "name", 1000, [b"h" * 16], (8, 8))
     assert not (await store.audit("old")).ledger_checked  # this version's audit reads other keys
     own_valkey.command("FUNCTION", "DELETE", PREVIOUS_LIBRARY)
     with pytest.raises(StoreUnavailable):

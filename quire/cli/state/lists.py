@@ -37,6 +37,7 @@ _POOL_COLUMNS: Columns[Pool] = {
     "FREE": lambda pool: pool.num_free,
     "CACHED": lambda pool: pool.num_cached,
     "HELD": lambda pool: pool.num_held,
+    "RETAINED": lambda pool: pool.num_retained,
     "WAITING": lambda pool: pool.num_waiters,
     "HIT RATE": lambda pool: percent(pool.num_prefix_hits, pool.num_prefix_queries),
     "LEDGER": lambda pool: "recovering" if pool.recovering else "whole",

@@ -29,6 +29,7 @@ _SPEC_FIELDS = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", 
 _STATS_FIELDS = (
     *("num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids"),
     *("num_prefix_queries", "num_prefix_hits", "recovering", "missing_worker_ids"),
+    "num_retained",
 )
 """Fields that are equal in the store's records and in the message `Pool`."""
 

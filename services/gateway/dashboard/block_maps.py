@@ -82,6 +82,7 @@ class BlockMaps:
             "free": pool.num_free,
             "cached": pool.num_cached,
             "held": pool.num_held,
+            "retained": pool.num_retained,
             "num_holders": pool.num_holders,
             "waiters": pool.num_waiters,
             "queries": pool.num_prefix_queries,

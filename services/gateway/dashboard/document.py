@@ -64,7 +64,7 @@ class DashboardDocument:
             "oldest_wait_ms": now - oldest_ms,
             "workers": self._workers(),
             "requests": self._requests(),
-            "pools": self._block_maps.pools,
+            "pools": await self._pools(),
             "ttft": _buckets(self._metrics.time_to_first_token_s),
             "inter_token": _buckets(self._metrics.inter_token_latency_s),
             "generated_tokens": _total(self._metrics.generation_tokens),
@@ -74,6 +74,14 @@ class DashboardDocument:
             "moves": _total(self._metrics.num_moves),
             "failures": self._failures(),
             "history": list(self.history.samples),
+        }
+
+    async def _pools(self) -> dict[str, Any]:
+        """The block maps, with the names of the retained prefixes."""
+        names_of, pools = self._dispatcher.retention.names, self._block_maps.pools
+        return {
+            pool_id: {**pool, "names": await names_of(pool_id) if pool["retained"] else []}
+            for pool_id, pool in pools.items()
         }
 
     def _waiting(self) -> list[Request]:

@@ -27,6 +27,9 @@ NO_TENANT = "~"
 """The owner of the retentions of callers without a tenant. No tenant has this name."""
 
 
+MAX_SHOWN = 20
+
+
 class Retention:
     """Retains prefixes, lists them and drops them."""
 
@@ -67,6 +70,16 @@ class Retention:
                         )
                     )
         return tuple(found)
+
+    async def names(self, pool_id: str) -> list[str]:
+        """The names of some of a pool's retentions, for operators; of none if the store does not
+        answer."""
+        try:
+            found = await self._store.retentions(pool_id)
+        except BlockStoreError:
+            return []
+        names = (f"{each.owner}/{each.name}".removeprefix(f"{NO_TENANT}/") for each in found)
+        return sorted(names)[:MAX_SHOWN]
 
     async def drop(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
         """End the retention of this name in all pools; an operator may name another tenant. Returns

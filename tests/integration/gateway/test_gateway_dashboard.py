@@ -40,6 +40,7 @@ class FakeBlockManager:
         self.tick = 0
         self.asked: list[str] = []
         self.since: list[dict[str, int]] = []
+        self.num_retained = 0
 
     async def send(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
         if not self.is_there:
@@ -54,6 +55,7 @@ class FakeBlockManager:
         self.tick += 1
         cell = pb.BlockCell(index=self.tick, num_held=2, num_cached=1)
         pool = pb.Pool(pool_id="pool", model="toy", num_blocks=400, num_free=300)
+        pool.num_retained = self.num_retained
         block_map = pb.BlockMap(pool=pool, tick=self.tick, whole=self.tick == 1, cells=[cell])
         return pb.WatchBlocksResponse(maps=[block_map]).SerializeToString()
 
@@ -121,6 +123,17 @@ async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
     text = console.export_text()
     for shown in ("toy", "0 running", "pool", "prefill", "decode", "r1", "length"):
         assert shown in text
+
+
+async def test_retained_prefixes_are_shown_by_name(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    for owner in ("~", "acme"):
+        await harness.store.retain("pool", owner, "p", 60_000, [b"h" * 16], (9, 9))
+    async with dashboard(harness) as page:
+        page.manager.num_retained = 1
+        document = await page.until(lambda now: bool(now["pools"]))
+    pool = document["pools"]["pool"]
+    assert (pool["retained"], pool["names"]) == (1, ["acme/p", "p"])
 
 
 async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: Any) -> None:

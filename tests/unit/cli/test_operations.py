@@ -58,12 +58,15 @@ def test_health(gateway: Any, capsys: Any) -> None:
 
 def test_pools(gateway: Any, capsys: Any) -> None:
     gateway.pools = [
-        pool(num_free=1000, num_cached=48, num_held=1000, num_prefix_queries=8, num_prefix_hits=6)
+        pool(
+            **{"num_free": 1000, "num_cached": 48, "num_held": 1000, "num_retained": 9},
+            **{"num_prefix_queries": 8, "num_prefix_hits": 6},
+        )
     ]
     assert main(["pools"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "POOL  MODEL  MEMORY   BLOCKS   FREE  CACHED   HELD  WAITING  HIT RATE  LEDGER",
-        "p-1   m      2.0 GiB   2,048  1,000      48  1,000        0  75%       whole",
+        "POOL  MODEL  MEMORY   BLOCKS   FREE  CACHED   HELD  RETAINED  WAITING  HIT RATE  LEDGER",
+        "p-1   m      2.0 GiB   2,048  1,000      48  1,000         9        0  75%       whole",
     ]
 
 

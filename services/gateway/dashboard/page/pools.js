@@ -67,6 +67,7 @@ class PoolPanel {
     this.figures.replaceChildren(
       h("span", null, `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens, ${bytes(pool.num_blocks * pool.block_bytes)}; ${per}`),
       h("span", null, `${count(pool.num_holders)} holders, ${count(pool.waiters)} waiters`),
+      pool.retained ? h("span", { title: pool.names.join("\n") }, `${count(pool.retained)} blocks retained: ${pool.names.slice(0, 3).join(", ")}${pool.names.length > 3 ? " …" : ""}`) : "",
       pool.recovering ? h("span", { class: "warn" }, "recovering its ledger") : "", this.audit, headers().Authorization ? this.button : "");
   }
 
