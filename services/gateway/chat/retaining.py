@@ -1,12 +1,14 @@
 """Checks what a request wants to retain, and finds how many tokens of its prompt that is."""
 
+from contextlib import suppress
 from dataclasses import replace
 
-from services.gateway.api import GenerationRequest, RetainDirective
+from services.gateway.api import ChatMessage, GenerationRequest, RetainDirective
 from services.gateway.chat.prompts import tokenize_prompt
 from services.gateway.checks import check_text, require
 from services.gateway.workers.directory import ModelPools
 from services.protocol.block_keys import common_prefix
+from services.runtime.errors import InvalidRequest
 
 MAX_DIRECTIVES = 4
 """Limit for the prefixes of one request, as in Anthropic's API."""
@@ -38,9 +40,13 @@ async def _resolved(
     require(1 <= asked.ttl_s <= MAX_TTL_S, f"ttl is {asked.ttl_s} s, not in [1, {MAX_TTL_S}]")
     if asked.until is None:
         return replace(asked, num_tokens=len(prompt))
-    shorter = await tokenize_prompt(
-        *(asked.until, served.model, served.max_model_len),
-        *(request.template_arguments, request.tools),
-        add_generation_prompt=False,
-    )
-    return replace(asked, num_tokens=len(common_prefix([prompt, shorter])))
+    # Some templates refuse a chat without a message of the user.
+    for shorter in (asked.until, (*asked.until, ChatMessage("user", ""))):
+        with suppress(InvalidRequest):
+            tokens = await tokenize_prompt(
+                *(shorter, served.model, served.max_model_len),
+                *(request.template_arguments, request.tools),
+                add_generation_prompt=False,
+            )
+            return replace(asked, num_tokens=len(common_prefix([prompt, tokens])))
+    return replace(asked, num_tokens=0)

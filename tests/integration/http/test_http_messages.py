@@ -8,7 +8,13 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api import ChatMessage, RequestedTools, TokenizeRequest, ToolChoice
+from services.gateway.api import (
+    ChatMessage,
+    RequestedTools,
+    RetainDirective,
+    TokenizeRequest,
+    ToolChoice,
+)
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.runtime import errors
@@ -83,6 +89,30 @@ async def test_events_of_a_stream_come_in_order(http: httpx.AsyncClient) -> None
     assert start["message"]["usage"] == {**USAGE, "output_tokens": 1}
     assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
     assert (last["delta"]["stop_reason"], last["usage"]) == ("stop_sequence", USAGE)
+
+
+async def test_breakpoints_retain_the_conversation_up_to_them(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """Of the prompt's 7 tokens, 4 are retained; the generator had 4 in the cache."""
+    generator.num_cached_tokens = 2
+    text = {"type": "text", "text": "Hi"}
+    body = {
+        **HI,
+        "system": [{"type": "text", "text": "Be brief.", **CACHED}, {"type": "text", "text": "."}],
+        "messages": [{"role": "user", "content": [{**text, **CACHED}, text]}],
+        "cache_control": {"type": "ephemeral"},
+    }
+    usage = (await http.post("/v1/messages", json=body)).json()["usage"]
+    brief, system = (ChatMessage("system", each) for each in ("Be brief.", "Be brief.\n."))
+    assert generator.requests[0].retain == (
+        RetainDirective(3600, until=(brief,)),
+        RetainDirective(3600, until=(system, ChatMessage("user", "Hi"))),
+        RetainDirective(300),
+    )
+    assert [each["ttl"] for each in usage.pop("retained")] == [3600, 3600, 300]
+    created = {"cache_creation_input_tokens": 2, "cache_read_input_tokens": 2}
+    assert usage == {**USAGE, **created}
 
 
 async def test_silence_is_filled_with_pings_and_ends_with_an_error(

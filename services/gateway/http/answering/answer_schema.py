@@ -236,7 +236,7 @@ class AnthropicMessage(_Exact):
     content: list[dict[str, Any]]
     stop_reason: str
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
 
 
 class InputTokens(_Exact):

@@ -5,14 +5,15 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from quire.types import Usage
 from services.gateway.http.answering.answer import Deltas
+from services.gateway.http.answering.formats import retained_json
 from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.bodies.tools import arguments_of
 from services.gateway.http.failures import anthropic_error, error_body
 from services.gateway.http.messages_api.body import MessagesBody
 from services.gateway.output.delta import Delta
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Reasoning
+from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 
@@ -81,7 +82,7 @@ class MessageAnswer:
         self._request_id = request_id
         self._model = model
         self._blocks = ContentBlocks()
-        self._usage = Usage(0, None, 0, 0.0, 0)
+        self._usage = RequestUsage(0, None, 0, 0.0, 0)
         self._last: Delta | None = None
 
     async def whole(self, deltas: Deltas) -> JSON:
@@ -138,11 +139,16 @@ class MessageAnswer:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage_json(self) -> JSON:
-        """The input's tokens are in three numbers: new ones, and those of the prefix cache."""
-        num_cached = self._usage.num_cached_tokens or 0
+        """The input's tokens are in three numbers: those that the prefix cache had, those that were
+        computed into retained blocks, and all others."""
+        usage = self._usage
+        num_cached, retained = usage.num_cached_tokens or 0, usage.retained
+        num_retained = max((each.num_tokens for each in retained), default=0)
+        num_created = min(usage.num_written_tokens or 0, num_retained)
         return {
-            "input_tokens": self._usage.num_prompt_tokens - num_cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage.num_prompt_tokens - num_cached - num_created,
+            "cache_creation_input_tokens": num_created,
             "cache_read_input_tokens": num_cached,
-            "output_tokens": self._usage.num_generated_tokens,
+            "output_tokens": usage.num_generated_tokens,
+            **({"retained": list(map(retained_json, retained))} if retained else {}),
         }

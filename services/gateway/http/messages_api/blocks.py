@@ -11,6 +11,7 @@ from services.gateway.chat.prompts import MAX_MESSAGES
 from services.gateway.http.bodies.fields import Body, FieldError, TypedBody
 from services.gateway.http.bodies.messages import assistant_fields
 from services.gateway.http.bodies.parts import MessageContent, Said
+from services.gateway.http.bodies.retention import parse_ttl
 from services.gateway.http.bodies.tools import call_fields
 
 _NEEDED = {
@@ -30,6 +31,10 @@ differs from request to request, so the prefix cache would have no prompt that b
 class CacheControlBody(Body):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> int:
+        return parse_ttl(self.ttl or "5m")
 
 
 class CachedBody(Body):

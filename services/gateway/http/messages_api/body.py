@@ -1,5 +1,6 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -7,7 +8,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
+    Prompt,
     RequestedTools,
+    RetainDirective,
     TokenizeRequest,
 )
 from services.gateway.chat.prompts import PROMPT
@@ -147,6 +150,24 @@ class MessagesBody(PromptBody, SampledBody):
     def requested_structure(self) -> Structure | None:
         given = None if self.output_config is None else self.output_config.format
         return one_structure("output_config.format", given, super().requested_structure())
+
+    def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
+        whole = self.cache_control
+        own = () if whole is None else (RetainDirective(whole.ttl_s),)
+        return *super().directives(prompt, name), *self._breakpoints(), *own
+
+    def _breakpoints(self) -> Iterator[RetainDirective]:
+        """The directives of blocks: the chat up to and with each of them."""
+        for number, block in enumerate(self.system, 1):
+            if block.cache_control is not None:
+                until = messages_of(self.system[:number], ())
+                yield RetainDirective(block.cache_control.ttl_s, until=until)
+        for place, message in enumerate(self.messages):
+            for number, block in enumerate(message.content, 1):
+                if block.cache_control is not None:
+                    last = message.model_copy(update={"content": message.content[:number]})
+                    until = messages_of(self.system, (*self.messages[:place], last))
+                    yield RetainDirective(block.cache_control.ttl_s, until=until)
 
     def sampling(self) -> dict[str, Any]:
         return {
