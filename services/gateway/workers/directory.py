@@ -233,7 +233,8 @@ class WorkerDirectory:
                 except BlockStoreError as error:
                     log.warning("registry_unread", reason=str(error))
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), until_tick(self._pause_s()))
+                    async with asyncio.timeout(until_tick(self._pause_s())):
+                        await self._woken.wait()
                 self._woken.clear()
         finally:
             await self.close()
