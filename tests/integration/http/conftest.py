@@ -88,8 +88,8 @@ class FakeGenerator:
         is_end = last and index == n - 1
         num_generated = n * position + index + 1
         retained = tuple(map(_retained, request.retain))
-        counts = self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts, 2
-        usage = RequestUsage(7, *counts, retained)
+        counts = self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts
+        usage = RequestUsage(7, *counts, num_written_tokens=2, retained=retained)
         return Delta(
             request.request_id,
             index,
