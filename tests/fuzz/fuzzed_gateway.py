@@ -16,7 +16,9 @@ from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.records import Records
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
@@ -177,7 +179,7 @@ class FuzzedGateway:
         options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
             directory,
-            Router(store, b"secret"),
+            router := Router(store, b"secret"),
             registry,
             options,
             changes,
@@ -185,7 +187,10 @@ class FuzzedGateway:
         )
         for connection in self.connections:
             connection.open(self.dispatcher)
-        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics, options)
+        explainer = Explainer(self.dispatcher, directory, router, Records())
+        self.gateway = Gateway(
+            directory, self.dispatcher, changes, request_metrics, options, explainer
+        )
         migration = Migration(directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
 

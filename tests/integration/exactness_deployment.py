@@ -28,7 +28,9 @@ from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import InferenceService
 from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.records import Records
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.adapters import GatewayAdapters
@@ -157,8 +159,10 @@ class ExactnessDeployment:
         adapters = GatewayAdapters(self.registry, self.directory.configs, 1, 64)
         if setting.adapts:
             await adapters.load(ADAPTER, str(self._models.adapter))
+        explainer = Explainer(self.dispatcher, self.directory, router, Records())
         gateway = Gateway(
-            self.directory, self.dispatcher, changes, request_metrics, options, adapters=adapters
+            *(self.directory, self.dispatcher, changes, request_metrics, options, explainer),
+            adapters=adapters,
         )
         self._service = InferenceService(gateway)
         migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)

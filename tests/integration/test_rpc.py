@@ -50,6 +50,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             raise self.error
         return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="tiny")])
 
+    async def Explain(self, request: Any, context: Any) -> inference_pb2.ExplainResponse:
+        raise NotImplementedError
+
     async def Embed(self, request: Any, context: Any) -> inference_pb2.EmbedResponse:
         raise NotImplementedError
 

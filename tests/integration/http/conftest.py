@@ -132,6 +132,12 @@ class FakeGenerator:
         assert request_id
         self.refusals.append((code, reason))
 
+    def explain(self, request_id: str, caller: Caller) -> list[str]:
+        return [f"Request {request_id} came."]
+
+    async def forecast(self, request: GenerationRequest) -> list[str]:
+        return ["It would come."]
+
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("org/tiny", 512, 16, "float32"),) * self.has_workers
 

@@ -49,6 +49,9 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         if self.endless:
             self.cancelled.wait(timeout=20)
 
+    def Explain(self, request: inference.ExplainRequest, context: Any) -> NoReturn:
+        raise NotImplementedError
+
     def Embed(self, request: inference.EmbedRequest, context: Any) -> inference.EmbedResponse:
         self.requests.append(request)
         self._refuse(context)
