@@ -201,7 +201,7 @@ def test_a_prompt_shorter_than_a_block_is_told() -> None:
     ("num_tokens", "num_cached", "sentence"),
     [
         (48, 47, "The prefix cache had 47 of 48 tokens, all full blocks."),
-        (48, 32, "The tokens up to block 3 were in none of"),
+        (48, 32, "had 32 of 48 tokens. It is the first prompt that came here."),
         (48, None, "All of its tokens were computed, cached or not: it asked for their results."),
     ],
 )
