@@ -136,6 +136,9 @@ class FakeDirectory:
         ]
         return Pool(SPEC, *roles)
 
+    def look_again(self) -> None:
+        """There is no registry."""
+
     def model_names(self) -> tuple[str, ...]:
         return (MODEL,)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from grpc import aio
@@ -212,7 +212,8 @@ def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateR
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(**{each.name: getattr(usage, each.name) for each in fields(Usage)})
+    values = asdict(usage)
+    return inference_pb2.Usage(**{each.name: values[each.name] for each in fields(Usage)})
 
 
 def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:

@@ -1,9 +1,7 @@
 """The workers as the registry lists them: joining, leaving, and unusable ones."""
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -169,17 +167,16 @@ async def test_starting_workers_are_looked_for_more_often(
     setup: DirectorySetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
+    leaving: list[asyncio.Task[None]] = []
 
-    async def wait_for(woken: Coroutine[Any, Any, bool], delay_s: float) -> None:
-        woken.close()
-        pauses.append(delay_s)
+    def until_tick(pause_s: float) -> float:
+        pauses.append(pause_s)
         if len(pauses) == 3:
             raise asyncio.CancelledError
-        await setup.registry.withdraw("p1")
-        raise TimeoutError
+        leaving.append(asyncio.create_task(setup.registry.withdraw("p1")))
+        return 0.01
 
-    monkeypatch.setattr(asyncio, "wait_for", wait_for)
-    monkeypatch.setattr(directory_module, "until_tick", lambda pause_s: pause_s)
+    monkeypatch.setattr(directory_module, "until_tick", until_tick)
     await setup.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
     directory = WorkerDirectory(
         setup.registry, setup.store, setup._connect, setup._load, setup.changes.notify
