@@ -61,6 +61,9 @@ class AccessControl:
     async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
         return await self._generator.drop_retained(name, caller, tenant)
 
+    async def scores_pairs(self, model: str, request_id: str) -> bool:
+        return await self._generator.scores_pairs(model, request_id)
+
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`. Also raises RateLimited."""
         mine = replace(request, model=self._visible(request.model))

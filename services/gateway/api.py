@@ -167,6 +167,8 @@ class EmbeddingRequest:
     model: str = ""
     dimensions: int | None = None
     """The number of values of the embedding; None: all."""
+    query: str | None = None
+    """The text before the prompt, for the score that a cross-encoder gives the pair."""
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
@@ -254,6 +256,9 @@ class Generator(Protocol):
     async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
         """No longer retains a prefix; an operator may name its tenant. Returns whether it was
         retained."""
+
+    async def scores_pairs(self, model: str, request_id: str) -> bool:
+        """Whether the model is a cross-encoder. Records and raises as `generate` does."""
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""

@@ -99,6 +99,15 @@ class Gateway:
             name, usage = client_id(accepted.id), output.stats.usage()
             return Embedding(name, accepted.embedding, usage)
 
+    async def scores_pairs(self, model: str, request_id: str) -> bool:
+        """See `Generator.scores_pairs`."""
+        try:
+            _, served, _ = await self._served(model, current_caller(EVERYONE))
+        except Exception as error:
+            self.record_refusal(request_id, model, code_of(error), str(error))
+            raise
+        return served.model.config.is_cross_encoder
+
     @asynccontextmanager
     async def _accepted(
         self, request: GenerationRequest | EmbeddingRequest

@@ -189,6 +189,10 @@ class OfflineEngine:
                 pass
         return Embedding(request_id, admitted.embedding, output.stats.usage())
 
+    @property
+    def is_cross_encoder(self) -> bool:
+        return self._served.model.config.is_cross_encoder
+
     @contextmanager
     def _running(self, request: Request, arrived_at: float) -> Iterator[Output]:
         """Runs a request at the worker until the block is left."""

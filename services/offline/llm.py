@@ -150,17 +150,17 @@ class LLM:
             api.EmbeddingRequest(_api_prompt(prompt), dimensions=dimensions)
             for prompt in _prompts(prompts)
         ]
+        return self._answer_all(requests, self._embedding, "Embedding", use_tqdm)
 
-        async def one(request: api.EmbeddingRequest) -> Embedding:
-            found = await self.engine.embed(request)
-            return Embedding(found.values, found.usage.num_prompt_tokens)
-
-        return self._answer_all(requests, one, "Embedding", use_tqdm)
+    async def _embedding(self, request: api.EmbeddingRequest) -> Embedding:
+        found = await self.engine.embed(request)
+        return Embedding(found.values, found.usage.num_prompt_tokens)
 
     def score(
         self, texts: str | Sequence[str], others: str | Sequence[str], *, use_tqdm: bool = True
     ) -> list[float]:
-        """Return the cosine similarities of pairs of texts, or of one text with all `others`."""
+        """Return the scores of pairs of texts, or of one text with all `others`: a cross-encoder's,
+        or the cosine similarities of their embeddings."""
         left = [texts] if isinstance(texts, str) else list(texts)
         right = [others] if isinstance(others, str) else list(others)
         if len(left) not in (1, len(right)):
@@ -168,9 +168,14 @@ class LLM:
                 f"{len(left)} texts for {len(right)} others; give 1 text, or as many",
                 "invalid_request",
             )
+        if self.engine.is_cross_encoder:
+            both = zip(cycle(left), right, strict=False)
+            pairs = [api.EmbeddingRequest(other, query=one) for one, other in both]
+            scores = self._answer_all(pairs, self._embedding, "Scoring", use_tqdm)
+            return [each.values[0] for each in scores]
         found = [each.values for each in self.embed([*left, *right], use_tqdm=use_tqdm)]
-        pairs = zip(cycle(found[: len(left)]), found[len(left) :], strict=False)
-        return [sum(map(mul, one, other)) for one, other in pairs]
+        vectors = zip(cycle(found[: len(left)]), found[len(left) :], strict=False)
+        return [sum(map(mul, one, other)) for one, other in vectors]
 
     def close(self) -> None:
         """Free the model and the pool. A second call does nothing."""

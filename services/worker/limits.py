@@ -1,7 +1,8 @@
 """The limits of a worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from services.engine.sequences.pooling import ScoreHead
 from services.pool.allotment import LOOK_AHEAD
 
 PARK_WINDOW_S = 10.0
@@ -21,6 +22,8 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     look_ahead: int = LOOK_AHEAD
     """The number of tokens for which a decoding sequence gets slots in advance."""
+    score_head: ScoreHead | None = field(default=None, compare=False)
+    """The head of a cross-encoder; None for any other model."""
     ticket_ttl_s: float = 30.0
     """The time for which a detached ticket may stay unclaimed."""
     swapped_ttl_s: float = 600.0

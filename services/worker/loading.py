@@ -19,6 +19,7 @@ from services.engine.models.decoder import ComposedModel
 from services.engine.pool import DTYPES
 from services.engine.ranks.rank import ShardPlan
 from services.engine.runner import Runner
+from services.engine.weights.checkpoint import read_score_head
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
 from services.model.checkpoint.check import check_format
@@ -244,6 +245,7 @@ class _Load:
             vocab_size=config.vocab_size,
             eos_token_ids=frozenset(config.eos_token_ids),
             look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
+            score_head=read_score_head(settings.model, config),
             park_window_s=PARK_WINDOW_S,
         )
 

@@ -140,6 +140,7 @@ class PoolEngine:
             self.grammar_of(ticket),
             self.adapters.get(ticket.adapter) if self.adapters and ticket.adapter else None,
             pooling,
+            self.limits.score_head,
         )
 
     def grammar_of(self, ticket: Ticket) -> Grammar | None:

@@ -81,3 +81,29 @@ def test_shorter_embeddings_are_those_that_the_model_is_trained_for(tmp_path: Pa
     assert read(tmp_path, is_matryoshka=True).dimensions is None
     with pytest.raises(StartupError, match="matryoshka_dimensions: \\[0\\] is not"):
         read(tmp_path, matryoshka_dimensions=[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_labels": 1}, "sigmoid"),
+        ({"id2label": {"0": "LABEL_0"}}, "sigmoid"),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Identity"}},
+            "identity",
+        ),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Tanh"}},
+            "torch.nn.Tanh is not",
+        ),
+        ({}, "num_labels: 2: only heads with 1 label"),
+    ],
+)
+def test_the_activation_of_a_cross_encoder(tmp_path: Path, fields: Any, expected: str) -> None:
+    config = {"architectures": ["LlamaForSequenceClassification"], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if " " not in expected:
+        assert EmbeddingConfig.from_directory(tmp_path).score == expected
+        return
+    with pytest.raises(StartupError, match=expected):
+        EmbeddingConfig.from_directory(tmp_path)

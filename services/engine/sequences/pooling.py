@@ -1,6 +1,7 @@
 """Pools the final states of a prompt into its embedding."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,18 @@ States = NDArray[np.float32]
 """Final states of some tokens of a sequence, [tokens, hidden]."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """The head of a cross-encoder, which turns the last state of a pair of texts into a score."""
+
+    weight: NDArray[np.float64]
+    is_sigmoid: bool
+
+    def score(self, state: NDArray[np.float64]) -> float:
+        logit = math.fsum((self.weight * state).tolist())
+        return (1 + math.tanh(logit / 2)) / 2 if self.is_sigmoid else logit
+
+
 class Pooler:
     """Collects the states of one sequence, chunk by chunk.
 
@@ -18,8 +31,8 @@ class Pooler:
     on the chunks nor on the batch.
     """
 
-    def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+    def __init__(self, pooling: Pooling, head: ScoreHead | None = None) -> None:
+        self._pooling, self._head = pooling, head
         self._total: NDArray[np.float64] | None = None
 
     def num_states(self, num_tokens: int, *, is_last: bool) -> int:
@@ -38,8 +51,11 @@ class Pooler:
 
     def embedding(self) -> tuple[float, ...]:
         """The first `dimensions` values of the pooled state, with length 1, rounded to fp32. (The
-        sum of a mean has its direction: it is not divided by the number of tokens.)"""
+        sum of a mean has its direction: it is not divided by the number of tokens.) The only value
+        of a cross-encoder is its score."""
         assert self._total is not None
+        if self._head is not None:
+            return (self._head.score(self._total),)
         values = self._total[: self._pooling.dimensions]
         length = math.sqrt(math.fsum((values * values).tolist()))
         normalized = values / length if length else values

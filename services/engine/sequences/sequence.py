@@ -11,7 +11,7 @@ from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
-from services.engine.sequences.pooling import Pooler
+from services.engine.sequences.pooling import Pooler, ScoreHead
 from services.model.structured.grammar import Grammar
 from services.pool.allotment import blocks_for_decode
 from services.pool.stamps import Stamps
@@ -46,6 +46,7 @@ class Rules:
     adapter: LoadedAdapter | None = None
     pooling: Pooling | None = None
     """The pooling of the prompt's embedding; a request with it draws nothing."""
+    score_head: ScoreHead | None = None
 
     @classmethod
     def of(
@@ -58,6 +59,7 @@ class Rules:
         grammar: Grammar | None = None,
         adapter: LoadedAdapter | None = None,
         pooling: Pooling | None = None,
+        score_head: ScoreHead | None = None,
     ) -> "Rules":
         sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -77,6 +79,7 @@ class Rules:
             grammar=grammar,
             adapter=adapter,
             pooling=pooling,
+            score_head=score_head,
         )
 
 
@@ -145,7 +148,7 @@ class Sequence:
         self._grammar_state: GrammarState | None = None
         if rules.grammar is not None:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
-        self.pooler = None if rules.pooling is None else Pooler(rules.pooling)
+        self.pooler = None if rules.pooling is None else Pooler(rules.pooling, rules.score_head)
         self.may_run_ahead = self.pooler is None and rules.sampling.beam is None
         self._place = 0
         """The index of its row in the last step that has one."""

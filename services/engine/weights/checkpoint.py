@@ -13,14 +13,16 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.engine.sequences.pooling import ScoreHead
 from services.engine.weights.gguf_weights import load_gguf
 from services.engine.weights.llama_order import as_llama
 from services.engine.weights.stacked_experts import with_single_experts
 from services.engine.weights.stored_linears import decoded
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.checkpoint.embedding_config import EmbeddingConfig
 from services.model.checkpoint.stored_tensors import mark
 from services.model.checkpoint.weights import checked_weights, read_header, weight_files
-from services.model.config.layout import EMBEDDING, HEAD, Shape, weight_shapes
+from services.model.config.layout import EMBEDDING, HEAD, SCORE_HEAD, Shape, weight_shapes
 from services.model.config.model_config import ModelConfig
 from services.model.gguf.file import gguf_file
 from services.runtime.errors import StartupError
@@ -80,6 +82,16 @@ def load_weights(
             del tensors[name]
     weights = with_single_experts(SafetensorsWeights(tensors, config, shapes), config)
     return as_llama(weights, config)
+
+
+def read_score_head(directory: Path, config: ModelConfig) -> ScoreHead | None:
+    """The head of a cross-encoder; None for any other model. Raises StartupError."""
+    if not config.is_cross_encoder:
+        return None
+    files = checked_weights(directory, config).items()
+    with safe_open(next(path for path, names in files if SCORE_HEAD in names), "pt") as file:
+        weight = file.get_tensor(SCORE_HEAD)[0].double().numpy()
+    return ScoreHead(weight, EmbeddingConfig.from_directory(directory).score == "sigmoid")
 
 
 def _check_tied(directory: Path, embedding: Tensor) -> None:

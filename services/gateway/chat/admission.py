@@ -44,6 +44,8 @@ async def admit(
     Raises InvalidRequest or PromptTooLong.
     """
     asked = request.sampling
+    text = "this model is a cross-encoder, which draws no tokens: use /v1/score or /v1/rerank"
+    require(not served.model.config.is_cross_encoder, text, "model")
     check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
     check_logprobs("logprobs", asked.logprobs)
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)

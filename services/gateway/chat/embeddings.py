@@ -28,8 +28,12 @@ async def admit_embedding(
     """
     check_text("cache_salt", asked.cache_salt, MAX_SALT_CHARS)
     pooling = _pooling(asked.dimensions, served.model)
+    text = "only a cross-encoder scores pairs of texts, and it does nothing else: use /v1/score or"
+    is_served = served.model.config.is_cross_encoder is (asked.query is not None)
+    require(is_served, f"{text} /v1/rerank", "model")
     prompt = await tokenize_prompt(
         *(asked.prompt, served.model, served.max_model_len),
+        query=asked.query,
         add_special_tokens=asked.add_special_tokens,
         truncation=resolved(asked.truncation, served.longest_request),
     )

@@ -56,25 +56,32 @@ async def tokenize_prompt(
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
     truncation: Truncation | None = None,
+    query: str | None = None,
 ) -> tuple[int, ...]:
     """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
     every text, such as BOS, or none.
 
     `arguments` are variables of the chat template, `tools` functions that it describes.
-    `add_special_tokens` is for a text, `add_generation_prompt` for a chat.
+    `add_special_tokens` is for a text, `add_generation_prompt` for a chat. `query` is the text
+    before a text, as one pair.
 
     Raises InvalidRequest or PromptTooLong.
     """
+    if len(query or "") > max_model_len * model.tokenizer.longest_token:
+        raise prompt_too_long(f"more than {max_model_len}", max_model_len)
     if isinstance(prompt, str):
         encode = partial(
-            model.tokenizer.encode, add_special_tokens=add_special_tokens, cut=truncation
+            model.tokenizer.encode,
+            add_special_tokens=add_special_tokens,
+            cut=truncation,
+            query=query,
         )
         work = partial(_encode, prompt, model, max_model_len, encode, truncation)
     else:
         definitions = _shown(tools, model)
         chat = ChatOptions(arguments or {}, definitions, add_generation_prompt, truncation)
         work = partial(_token_ids, prompt, model, max_model_len, chat)
-    if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
+    if _num_chars(prompt) + len(query or "") <= _SHORT_CHARS and not arguments and tools is None:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 

@@ -193,9 +193,11 @@ class _Endpoints:
     ) -> Response:
         """The answer that needs the embeddings of several texts."""
         body, name, timeout_s = await self._read(request, kind)
-        requests = body.requests(name, timeout_s)
 
         async def answer() -> JSON:
+            scores_pairs, model = self._generator.scores_pairs, body.model or ""
+            in_pairs = body.num_left > 0 and await scores_pairs(model, name)
+            requests = body.requests(name, timeout_s, in_pairs=in_pairs)
             found = await in_order(self._generator.embed, requests, AT_ONCE)
             return body.answer(found, name, self._model(body.model)())
 

@@ -3,6 +3,7 @@
 import base64
 import struct
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -33,18 +34,28 @@ class PooledBody(TruncatedBody):
     def names(self) -> dict[str, str]:
         return {PROMPT: "documents"}
 
+    @property
+    def num_left(self) -> int:
+        """The number of inputs that are scored with the others, pair by pair."""
+        return 0
+
     def inputs(self) -> Sequence[str | tuple[int, ...]]:
         raise NotImplementedError
 
-    def requests(self, request_id: str, timeout_s: float | None = None) -> list[EmbeddingRequest]:
-        """One request for each input, in order."""
-        inputs = self.inputs()
+    def requests(
+        self, request_id: str, timeout_s: float | None = None, *, in_pairs: bool = False
+    ) -> list[EmbeddingRequest]:
+        """One request for each input, or for each pair, in order."""
+        num_left = self.num_left if in_pairs else 0
+        texts: Sequence[Any] = self.inputs()
+        inputs = list(zip(cycle(texts[:num_left] or [None]), texts[num_left:], strict=False))
         return [
             EmbeddingRequest(
                 prompt,
                 request_id if len(inputs) == 1 else f"{request_id}-{index}",
                 self.model or "",
                 self.dimensions,
+                query,
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
                 timeout_s=timeout_s,
@@ -52,7 +63,7 @@ class PooledBody(TruncatedBody):
                 truncation=self.truncation,
                 is_further=index > 0,
             )
-            for index, prompt in enumerate(inputs)
+            for index, (query, prompt) in enumerate(inputs)
         ]
 
 

@@ -1,4 +1,5 @@
-"""/v1/score and /v1/rerank, as vLLM defines them: cosine similarities of the texts' embeddings."""
+"""/v1/score and /v1/rerank, as vLLM defines them: the scores of a cross-encoder, or the cosine
+similarities of the texts' embeddings."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,10 @@ class ScoreBody(PooledBody):
             raise FieldError(name, f"{text}, and at most {MAX_INPUTS}")
         return self
 
+    @property
+    def num_left(self) -> int:
+        return len(self.text_1 or self.queries)
+
     def inputs(self) -> Sequence[str]:
         return [*self.text_1, *self.queries, *self.text_2, *self.documents]
 
@@ -53,7 +58,7 @@ class ScoreBody(PooledBody):
             "model": model,
             "data": [
                 {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(_scores(found, len(self.text_1 or self.queries)))
+                for index, score in enumerate(_scores(found, self))
             ],
             "usage": usage_of(found),
         }
@@ -68,12 +73,16 @@ class RerankBody(PooledBody):
     """The number of results; null and 0: all."""
     return_documents: bool | None = None
 
+    @property
+    def num_left(self) -> int:
+        return 1
+
     def inputs(self) -> Sequence[str]:
         return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
 
     def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
         """The best documents first; of several with one score, the earlier one."""
-        scores = enumerate(_scores(found, 1))
+        scores = enumerate(_scores(found, self))
         best = sorted(scores, key=lambda each: -each[1])[: self.top_n or None]
         shows, texts = self.return_documents is not False, self.inputs()[1:]
         return {
@@ -91,9 +100,14 @@ class RerankBody(PooledBody):
         }
 
 
-def _scores(found: list[Embedding], num_left: int) -> Iterator[float]:
-    """The cosine similarity of each pair; the embeddings have length 1."""
-    for one, other in zip(cycle(found[:num_left]), found[num_left:], strict=False):
+def _scores(found: list[Embedding], body: ScoreBody | RerankBody) -> Iterator[float]:
+    """The score of each pair: what was found for it, or the cosine similarity of the embeddings of
+    the texts, which have length 1."""
+    if len(found) < len(body.inputs()):  # one for each pair
+        yield from (each.values[0] for each in found)
+        return
+    left, right = found[: body.num_left], found[body.num_left :]
+    for one, other in zip(cycle(left), right, strict=False):
         yield sum(map(mul, one.values, other.values))
 
 

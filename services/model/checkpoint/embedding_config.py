@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.model.config.families import CLASSIFIER
 from services.model.config.json_fields import JsonFields, read_json
 from services.runtime.errors import StartupError
 
@@ -19,9 +20,14 @@ CONFIG_FILE = "config.json"
 Mode = Literal["last", "mean"]
 """The states that are pooled: the last token's, or all."""
 
+Activation = Literal["sigmoid", "identity"]
+
 _MODES: dict[str, Mode] = {"lasttoken": "last", "mean": "mean"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 """Names of modes in files that have a flag for each mode."""
+
+
+_ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,8 @@ class EmbeddingConfig:
     """The numbers of leading values that are embeddings, too; None allows any number."""
     problem: str = ""
     """The reason for which the embeddings cannot be computed; empty if they can."""
+    score: Activation | None = None
+    """What turns a cross-encoder's logit into its score; None for any other model."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> "EmbeddingConfig":
@@ -46,7 +54,8 @@ class EmbeddingConfig:
                 problem = problem or f"its module {kind} is not supported"
         config = directory / CONFIG_FILE
         fields = JsonFields.read(config) if config.is_file() else JsonFields(config, {})
-        return cls(mode, _dimensions(fields), problem)
+        score = _activation(fields)
+        return cls("last" if score else mode, _dimensions(fields), problem, score)
 
 
 def _modules(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -71,6 +80,23 @@ def _mode(fields: JsonFields, problem: str) -> tuple[Mode, str]:
         return _MODES[modes[0]], problem
     found = ", ".join(modes) or "none"
     return "last", problem or f"its pooling is {found}, not one of lasttoken and mean"
+
+
+def _activation(fields: JsonFields) -> Activation | None:
+    """What config.json applies to the logit of its classification head, as vLLM reads it. Raises
+    StartupError for another number of labels than 1, or another function."""
+    names = fields.value("architectures")
+    if not (isinstance(names, list) and names and str(names[0]).endswith(CLASSIFIER)):
+        return None
+    number = fields.integer("num_labels", len(fields.object("id2label").values) or 2)
+    if number != 1:
+        raise fields.wrong("num_labels", f"{number}: only heads with 1 label, a score, are served")
+    old = fields.text("sbert_ce_default_activation_function", "Sigmoid")
+    name = fields.object("sentence_transformers").text("activation_fn", old)
+    kind = name.rpartition(".")[2]
+    if kind not in _ACTIVATIONS:
+        raise fields.wrong("sentence_transformers.activation_fn", f"{name} is not supported")
+    return _ACTIVATIONS[kind]
 
 
 def _dimensions(fields: JsonFields) -> tuple[int, ...] | None:

@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the architecture of a decoder with a classification head. It has the row of the same
+decoder `ForCausalLM`."""
+
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """As transformers names them."""
 

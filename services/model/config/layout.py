@@ -13,6 +13,7 @@ from services.model.config.model_config import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+SCORE_HEAD = "score.weight"
 
 Shape = tuple[int, ...]
 
@@ -49,6 +50,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    if config.is_cross_encoder:
+        shapes[SCORE_HEAD] = (1, config.hidden_size)
     for layer in range(config.num_layers):
         for name, shape in _layer_shapes(config, layer).items():
             shapes[f"{layer_prefix(layer)}.{name}"] = shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.model.config.expert_config import ExpertConfig, read_experts
-from services.model.config.families import FAMILIES, Family, Number
+from services.model.config.families import CLASSIFIER, FAMILIES, Family, Number
 from services.model.config.json_fields import JsonFields
 from services.model.config.neutral_fields import check_all_read
 from services.model.config.quantization import StoredQuantization, stored_quantization
@@ -96,6 +96,11 @@ class ModelConfig:
     logit_cap: float | None = None
     """The soft cap of logits, if they have one."""
 
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether the model has a head that scores a pair of texts, and none that draws tokens."""
+        return self.architecture.endswith(CLASSIFIER)
+
     def for_context(self, context: int | None) -> "ModelConfig":
         """The configuration of a worker whose requests have at most `context` positions; None: the
         model's own limit. It differs only if the rope's scaling depends on the context: then all
@@ -119,7 +124,7 @@ def model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     """The configuration that config.json and generation_config.json describe. Raises
     StartupError."""
     architecture = _architecture(config)
-    family = FAMILIES[architecture]
+    family = FAMILIES[architecture.replace(CLASSIFIER, "ForCausalLM")]
     config = config.with_defaults(family.defaults)
     if (act := config.text(family.activation_name, "silu")) != family.activation:
         known = f"{act!r} is not supported, only {family.activation!r}"
@@ -144,7 +149,8 @@ def model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         max_position_embeddings=extended_context(config, family),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         ropes=read_ropes(config, family, head_dim, windows),
-        tied_embeddings=config.boolean("tie_word_embeddings", default=False),
+        tied_embeddings=config.boolean("tie_word_embeddings", default=False)
+        or architecture.endswith(CLASSIFIER),  # it has no other matrix over the vocabulary
         qkv_bias=configured or family.biases == "qkv",
         o_bias=configured and family.biases == "as configured",
         mlp_bias=family.mlp_bias and config.boolean("mlp_bias", default=False),
@@ -188,7 +194,7 @@ def _architecture(config: JsonFields) -> str:
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise config.wrong("architectures", f"{names!r} is not a list of one of {known}")
-    if names[0] not in FAMILIES:
+    if str(names[0]).replace(CLASSIFIER, "ForCausalLM") not in FAMILIES:
         raise config.wrong("architectures", f"{names[0]!r} is not supported; these are: {known}")
     return str(names[0])
 

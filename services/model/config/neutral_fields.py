@@ -23,7 +23,8 @@ _NAMES = frozenset(
         *("gradient_checkpointing", "classifier_dropout", "router_aux_loss_coef"),
         *("router_jitter_noise", "neftune_noise_alpha"),
         # embeddings: `services.model.checkpoint.embedding_config` reads them
-        *("is_matryoshka", "matryoshka_dimensions"),
+        *("is_matryoshka", "matryoshka_dimensions", "num_labels", "sentence_transformers"),
+        "sbert_ce_default_activation_function",
         # how transformers runs the model
         *("use_cache", "cache_implementation", "attn_implementation", "torchscript"),
         *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),

@@ -70,22 +70,31 @@ class Tokenizer:
         return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, cut: tuple[int, str] | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        cut: tuple[int, str] | None = None,
+        query: str | None = None,
     ) -> tuple[int, ...]:
         """The token ids of `text`. `add_special_tokens` is False for a rendered chat, which has its
         special tokens already. `cut` is the most tokens, and the side (left or right) at which
-        tokens of the text are left out, but no special ones.
+        tokens of the text are left out, but no special ones. `query` is the text before it, if the
+        tokenizer's template for pairs joins both.
 
         Raises InvalidRequest if the text contains a lone surrogate.
         """
-        if cut is None:
+        if cut is None and query is None:
             encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
             return tuple(encoding.ids)
-        encoding, (most, side) = encoding_of(self._tokenizer, text), cut
-        if add_special_tokens:
-            most -= self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        encoding.truncate(max(most, 0), direction=side)
-        return tuple(self._tokenizer.post_process(encoding, None, add_special_tokens).ids)
+        pair = [encoding_of(self._tokenizer, each) for each in (query, text) if each is not None]
+        if cut is not None:
+            most = cut[0] - sum(len(each) for each in pair[:-1])
+            if add_special_tokens:
+                most -= self._tokenizer.num_special_tokens_to_add(is_pair=query is not None)
+            pair[-1].truncate(max(most, 0), direction=cut[1])
+        second = None if query is None else pair[1]
+        return tuple(self._tokenizer.post_process(pair[0], second, add_special_tokens).ids)
 
     def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
         """The token ids of a rendered chat. `hidden` is the text that `special.hide` has hidden in

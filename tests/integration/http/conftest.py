@@ -42,6 +42,7 @@ class FakeGenerator:
         self.error: Exception | None = None
         self.error_at = 0
         self.embedding_requests: list[EmbeddingRequest] = []
+        self.is_cross_encoder = False
         self.vectors: dict[object, tuple[float, ...]] = {}
         self.pause_at: int | None = None
         self.delay_s = 0.0
@@ -117,6 +118,9 @@ class FakeGenerator:
 
     async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
         return name == "a/b" and tenant == "acme"
+
+    async def scores_pairs(self, model: str, request_id: str) -> bool:
+        return self.is_cross_encoder
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:
