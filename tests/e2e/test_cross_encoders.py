@@ -68,8 +68,10 @@ def test_the_endpoints_score_pairs_and_refuse_the_rest(tmp_path: Path) -> None:
     directory = cross_encoder(tmp_path / "model", "qwen3", sentence_transformers=identity)
     expected = logits(directory).tolist()
     memory = ("--pool-memory", str(POOL_MEMORY))
-    with serving(directory, tmp_path, *memory) as running:
-        http = httpx.Client(base_url=f"{running.http}/v1", timeout=60)
+    with (
+        serving(directory, tmp_path, *memory) as running,
+        httpx.Client(base_url=f"{running.http}/v1", timeout=60) as http,
+    ):
         found = http.post("/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
         scores = [each["score"] for each in found["data"]]
         assert scores == pytest.approx(expected, abs=1e-4)

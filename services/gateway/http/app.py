@@ -195,8 +195,8 @@ class _Endpoints:
         body, name, timeout_s = await self._read(request, kind)
 
         async def answer() -> JSON:
-            scores_pairs, model = self._generator.scores_pairs, body.model or ""
-            in_pairs = body.num_left > 0 and await scores_pairs(model, name)
+            left, _ = body.inputs()
+            in_pairs = bool(left) and await self._generator.scores_pairs(body.model or "", name)
             requests = body.requests(name, timeout_s, in_pairs=in_pairs)
             found = await in_order(self._generator.embed, requests, AT_ONCE)
             return body.answer(found, name, self._model(body.model)())

@@ -34,21 +34,17 @@ class PooledBody(TruncatedBody):
     def names(self) -> dict[str, str]:
         return {PROMPT: "documents"}
 
-    @property
-    def num_left(self) -> int:
-        """The number of inputs that are scored with the others, pair by pair."""
-        return 0
-
-    def inputs(self) -> Sequence[str | tuple[int, ...]]:
+    def inputs(self) -> tuple[Sequence[str], Sequence[str | tuple[int, ...]]]:
+        """The texts to score with the others, one with all or pair by pair; and the others."""
         raise NotImplementedError
 
     def requests(
         self, request_id: str, timeout_s: float | None = None, *, in_pairs: bool = False
     ) -> list[EmbeddingRequest]:
         """One request for each input, or for each pair, in order."""
-        num_left = self.num_left if in_pairs else 0
-        texts: Sequence[Any] = self.inputs()
-        inputs = list(zip(cycle(texts[:num_left] or [None]), texts[num_left:], strict=False))
+        left, right = self.inputs()
+        pairs = zip(cycle(left), right, strict=False)
+        inputs = list(pairs) if in_pairs else [(None, each) for each in (*left, *right)]
         return [
             EmbeddingRequest(
                 prompt,
@@ -80,8 +76,8 @@ class EmbeddingBody(PooledBody):
     def names(self) -> dict[str, str]:
         return {PROMPT: "input"}
 
-    def inputs(self) -> Sequence[str | tuple[int, ...]]:
-        return self.input
+    def inputs(self) -> tuple[Sequence[str], Sequence[str | tuple[int, ...]]]:
+        return (), self.input
 
     def answer(self, embeddings: list[Embedding], _answer_id: str, model: str) -> dict[str, Any]:
         encode = _base64 if self.encoding_format == "base64" else list

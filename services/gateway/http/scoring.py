@@ -43,12 +43,8 @@ class ScoreBody(PooledBody):
             raise FieldError(name, f"{text}, and at most {MAX_INPUTS}")
         return self
 
-    @property
-    def num_left(self) -> int:
-        return len(self.text_1 or self.queries)
-
-    def inputs(self) -> Sequence[str]:
-        return [*self.text_1, *self.queries, *self.text_2, *self.documents]
+    def inputs(self) -> tuple[Sequence[str], Sequence[str]]:
+        return self.text_1 or self.queries, self.text_2 or self.documents
 
     def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
         return {
@@ -58,7 +54,7 @@ class ScoreBody(PooledBody):
             "model": model,
             "data": [
                 {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(_scores(found, self))
+                for index, score in enumerate(_scores(found, *self.inputs()))
             ],
             "usage": usage_of(found),
         }
@@ -73,18 +69,15 @@ class RerankBody(PooledBody):
     """The number of results; null and 0: all."""
     return_documents: bool | None = None
 
-    @property
-    def num_left(self) -> int:
-        return 1
-
-    def inputs(self) -> Sequence[str]:
-        return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
+    def inputs(self) -> tuple[Sequence[str], Sequence[str]]:
+        texts = [one if isinstance(one, str) else one.text for one in self.documents]
+        return [self.query], texts
 
     def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
         """The best documents first; of several with one score, the earlier one."""
-        scores = enumerate(_scores(found, self))
+        scores = enumerate(_scores(found, *self.inputs()))
         best = sorted(scores, key=lambda each: -each[1])[: self.top_n or None]
-        shows, texts = self.return_documents is not False, self.inputs()[1:]
+        shows, texts = self.return_documents is not False, self.inputs()[1]
         return {
             "id": f"rerank-{answer_id}",
             "model": model,
@@ -100,14 +93,13 @@ class RerankBody(PooledBody):
         }
 
 
-def _scores(found: list[Embedding], body: ScoreBody | RerankBody) -> Iterator[float]:
+def _scores(found: list[Embedding], left: Sequence[str], right: Sequence[str]) -> Iterator[float]:
     """The score of each pair: what was found for it, or the cosine similarity of the embeddings of
     the texts, which have length 1."""
-    if len(found) < len(body.inputs()):  # one for each pair
+    if len(found) == len(right):
         yield from (each.values[0] for each in found)
         return
-    left, right = found[: body.num_left], found[body.num_left :]
-    for one, other in zip(cycle(left), right, strict=False):
+    for one, other in zip(cycle(found[: len(left)]), found[len(left) :], strict=False):
         yield sum(map(mul, one.values, other.values))
 
 
