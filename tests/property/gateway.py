@@ -239,7 +239,7 @@ class Gateway:
 
     def _on(self, request: Request, event: Any) -> None:
         match event:
-            case Began():
+            case Began() | AwaitsBlocks():
                 pass
             case Reserved(granted=True) if request.detached and not request.detached.swapped:
                 worker, way = self._runs(request.attempt)
