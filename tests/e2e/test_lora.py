@@ -67,9 +67,12 @@ async def test_adapters_and_the_model_in_one_batch(
     assert answers == [wanted[name] for name in asked]
     with pytest.raises(InvalidRequest, match="No such file"):
         await client.load_adapter("x", "/nowhere")
-    running = asyncio.create_task(tokens(client, "lawyer"))
-    await client.unload_adapter("lawyer")
-    assert await running == wanted["lawyer"]
+    running: list[int] = []
+    async for delta in client.generate(list(PROMPT), GREEDY, model="lawyer", timeout_s=LIMIT_S):
+        if not running:
+            await client.unload_adapter("lawyer")
+        running += delta.token_ids
+    assert running == wanted["lawyer"]
     with pytest.raises(QuireError, match="'lawyer' is not served"):
         await tokens(client, "lawyer")
 
