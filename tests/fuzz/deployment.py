@@ -218,7 +218,12 @@ class Deployment:
             for role in ("prefill", "decode")
         ]
         groups = [replace(child.spec, name=child.spec.role) for child in children]
-        scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)), groups)
+
+        def start(spec: ChildSpec) -> Any:
+            children.append(Child(spec))
+            return children[-1]
+
+        scaler = WorkerScaler(children, start, groups)
         # As in `quire serve`: without our interceptor.
         server = aio.server()
         roles: Any = Roles(children, self.directory)  # no gateway has a socket there
