@@ -1,6 +1,7 @@
 """Explanations of requests that real workers kept waiting and preempted."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -36,7 +37,8 @@ async def test_waits_and_preemptions_are_explained_and_the_figures_add_up(
     preempted = [told[name] for name, usage, _ in results if usage.num_preemptions]
     assert preempted
     for text in preempted:
-        assert "it was preempted at decode-" in text
+        # The last in order is preempted wherever it is: its ticket may rest at the prefill worker.
+        assert re.search("it was preempted at (decode|prefill)-", text), text
         assert "; other requests held the others" in text  # this client is no operator
     assert any("had to wait for blocks at prefill-" in text for text in told.values())
     await quiet(client)
