@@ -38,7 +38,6 @@ SPECS = st.builds(
 EPOCH_OFF_BY = st.sampled_from([0, 0, 0, 0, 0, 0, 0, -1, 1])
 LOST = st.booleans()
 LEASES_S = st.sampled_from([10, 20])
-LIMITS = st.sampled_from([9, 9, 3, 1, 0])
 STEP_S = 7.0
 """How far the clock moves at a time. No lease ends within 3 s of such a step, so the time that the
 test itself takes does not matter."""
@@ -368,40 +367,6 @@ class StoresAgree(RuleBasedStateMachine):
     def laws_hold(self) -> None:
         for store in self.stores:
             self.runner.run(_laws_hold(store, self.spec.num_blocks))
-
-
-class RetainingStoresAgree(StoresAgree):
-    """Prefixes are retained, too."""
-
-    num_retained = 0
-
-    @rule(
-        owner=st.sampled_from(["x", "y"]),
-        name=st.sampled_from(["a", "b/c"]),
-        prompt=st.sampled_from(PROMPTS),
-        num_hashes=st.integers(0, 4),
-        limits=st.tuples(LIMITS, LIMITS),
-        ends=st.sampled_from([False, False, False, True]),
-        lost=LOST,
-    )
-    def retain(
-        self,
-        owner: str,
-        name: str,
-        prompt: tuple[int, ...],
-        num_hashes: int,
-        limits: tuple[int, int],
-        ends: bool,
-        lost: bool,
-    ) -> None:
-        """No two retentions end at the same time, and each one in the middle between two steps.
-        `ends`: then it is dropped."""
-        self.num_retained += 1
-        what = owner, name, 10_000 + 10 * self.num_retained
-        hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
-        self.send(lambda store: store.retain("pool", *what, hashes, limits), lost)
-        if ends:
-            self.send(lambda store: store.end_retention("pool", owner, name), lost)
 
 
 async def _outcome(awaitable: Awaitable[object]) -> object:

@@ -19,7 +19,8 @@ from blockstore.store import BlockStore
 from tests.clock import Clock
 from tests.conftest import Valkey
 from tests.examples import examples
-from tests.property.machine import RetainingStoresAgree, StoresAgree
+from tests.property.machine import StoresAgree
+from tests.property.retaining_machine import RetainingStoresAgree
 
 
 class ServerClock(Clock):
