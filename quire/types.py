@@ -355,7 +355,7 @@ class Upgrade:
     """An upgrade of a run that is going on, or has ended."""
 
     steps: tuple[str, ...] = ()
-    """What has been done, in sentences."""
+    """The steps that are done, a sentence each."""
     is_running: bool = False
     failure: str = ""
     """Why it ended early; empty otherwise."""

@@ -79,8 +79,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What happened to a request of this gateway, or would happen to one now. A client sees the requests of its own API key,
-        or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
+        """Tells what happened to a request of this gateway, or would happen to one now. A client sees the requests of its own
+        API key, or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,8 +42,8 @@ class InferenceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
     """The embedding of one input, computed by prefill workers alone. Errors: as Generate."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
-    """What happened to a request of this gateway, or would happen to one now. A client sees the requests of its own API key,
-    or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
+    """Tells what happened to a request of this gateway, or would happen to one now. A client sees the requests of its own
+    API key, or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that are being served now."""
@@ -62,8 +62,8 @@ class InferenceAsyncStub(InferenceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
     """The embedding of one input, computed by prefill workers alone. Errors: as Generate."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
-    """What happened to a request of this gateway, or would happen to one now. A client sees the requests of its own API key,
-    or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
+    """Tells what happened to a request of this gateway, or would happen to one now. A client sees the requests of its own
+    API key, or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that are being served now."""
@@ -97,8 +97,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
-        """What happened to a request of this gateway, or would happen to one now. A client sees the requests of its own API key,
-        or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
+        """Tells what happened to a request of this gateway, or would happen to one now. A client sees the requests of its own
+        API key, or without keys of its host; an operator sees all. Errors: NOT_FOUND (no record); as Generate.
         """
 
     @_abc_1.abstractmethod

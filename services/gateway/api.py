@@ -36,7 +36,7 @@ TemplateArguments = Mapping[str, Any]
 
 
 class Truncation(NamedTuple):
-    """What is computed of a prompt that is too long."""
+    """The part of an overlong prompt that is computed."""
 
     num_tokens: int
     """The most tokens of the prompt; -1: as many as the model takes."""
@@ -270,7 +270,7 @@ class Generator(Protocol):
         """The story of a request that the caller may see. Raises UnknownRequest."""
 
     async def forecast(self, request: GenerationRequest) -> list[str]:
-        """What would happen to a request now. Raises as `tokenize`."""
+        """Tell in sentences what would happen to a request now. Raises as `tokenize`."""
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Counts and logs a request that a server refused without calling `generate`. `model` is

@@ -45,7 +45,7 @@ class KeptParts:
     parts: WorkerParts
     runner: Runner
     works: Sequence[Coroutine[Any, Any, None]]
-    """What has to run as long as the worker is on its pool; an error of one ends the worker."""
+    """The coroutines that run as long as the worker is on its pool; an error ends the worker."""
     needs_graphs: bool
     """Whether decode steps are to be recorded as graphs, and none is yet."""
 

@@ -34,7 +34,7 @@ _Name = Annotated[str, Argument(metavar="NAME", help="of the prefix")]
 
 @dataclass(frozen=True)
 class PrefixFlags:
-    """What to retain, and for how long."""
+    """The prefix to retain, and its time."""
 
     prompt: Annotated[
         str, Option(metavar="FILE", help="a file with the text; - is standard input")

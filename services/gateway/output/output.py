@@ -63,7 +63,7 @@ class RequestStats:
     block_size: int = 0
     """Of the pool that computes the prompt; 0 before it is chosen."""
     retained: tuple[RetainAnswer, ...] = ()
-    """What became of the prefixes that the request wants to retain."""
+    """The answers to the request's wishes to retain prefixes."""
 
     def note_prefill(self, num_cached_tokens: int) -> None:
         """Note the cached tokens of the first prefill, also if it does not come to its end. Later

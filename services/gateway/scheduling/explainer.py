@@ -53,7 +53,7 @@ class Explainer:
         return list(Story(found, others, tells_all=caller.is_operator).sentences())
 
     async def forecast(self, request: Request, *, tells_cached: bool) -> list[str]:
-        """What would happen now to a request that was admitted, but is not queued. It asks the
+        """Tell what would happen now to a request that was admitted, but is not queued. It asks the
         block store about all pools of the model. BlockStoreError."""
         pools = [
             pool

@@ -1,5 +1,5 @@
-"""What a body asks the cache to retain: Anthropic's `cache_control`, of messages and their parts,
-and OpenAI's `prompt_cache_key` and `prompt_cache_retention`."""
+"""The fields by which a body asks the cache to retain prefixes: Anthropic's `cache_control`, of
+messages and their parts, and OpenAI's `prompt_cache_key` and `prompt_cache_retention`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -125,7 +125,7 @@ class SampledBody(Body):
         )
 
     def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
-        """What to retain of the prompt."""
+        """Return the prefixes of the prompt that the body asks to retain."""
         lasts = self.prompt_cache_retention == "24h"
         return (RetainDirective(DAY_S, name),) if lasts else ()
 
