@@ -57,18 +57,20 @@ class Upgrader:
         self._run = run
         self._task: asyncio.Task[None] | None = None
         self._steps: list[str] = []
-        self._failure = ""
 
     @property
     def upgrade(self) -> Upgrade:
         """The upgrade that is going on, or the last one."""
-        is_running = self._task is not None and not self._task.done()
-        return Upgrade(tuple(self._steps), is_running, self._failure)
+        task, failure = self._task, ""
+        is_running = task is not None and not task.done()
+        if task is not None and task.done() and not task.cancelled() and task.exception():
+            failure = str(task.exception()) or repr(task.exception())
+        return Upgrade(tuple(self._steps), is_running, failure)
 
     def begin(self) -> None:
         """Begin an upgrade, unless one is going on."""
         if not self.upgrade.is_running:
-            self._steps, self._failure = [], ""
+            self._steps = []
             self._task = asyncio.create_task(self._upgrade(), name="upgrade")
 
     async def close(self) -> None:
@@ -77,18 +79,16 @@ class Upgrader:
             await asyncio.wait([self._task])
 
     async def _upgrade(self) -> None:
+        """Replace every service. An error of any kind ends it, and is the upgrade's failure."""
         movers = [each for each in self._staying(Stage.WORKER) if not each.spec.role]
-        try:
-            for old in self._staying(Stage.GATEWAY):
-                await self._replace_gateway(old)
-            for old in self._staying(Stage.BLOCK_MANAGER) + movers:
-                old.restart()
-                self._steps.append(f"{old.name} starts again.")
-            await self._roles.follow()
-            for olds in self._worker_pairs():
-                await self._replace_workers(olds)
-        except _Failed as failed:
-            self._failure = str(failed)
+        for old in self._staying(Stage.GATEWAY):
+            await self._replace_gateway(old)
+        for old in self._staying(Stage.BLOCK_MANAGER) + movers:
+            old.restart()
+            self._steps.append(f"{old.name} starts again.")
+        await self._roles.follow()
+        for olds in self._worker_pairs():
+            await self._replace_workers(olds)
 
     def _staying(self, stage: Stage) -> list[Child]:
         return [each for each in self._children if each.spec.stage is stage and each.is_staying]

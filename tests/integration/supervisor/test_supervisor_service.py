@@ -2,21 +2,45 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
 from grpc import aio
 
+from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.run_directory import supervisor_address
 from quire.supervisor.service import served
 from quire.supervisor.upgrade import Upgrader
+from tests.waiting import until
 
 PINGS = (
     ("grpc.keepalive_time_ms", 20),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+
+async def test_any_error_of_an_upgrade_is_its_failure(tmp_path: Path) -> None:
+    """An upgrade that broke is not told as one that has replaced everything."""
+
+    def start(_spec: ChildSpec) -> Any:
+        raise OSError("too many processes")
+
+    none = cast("Any", None)
+    gateway = cast(
+        "Any",
+        SimpleNamespace(
+            is_staying=True,
+            spec=ChildSpec("gateway", (), Stage.GATEWAY, {"QUIRE_GATEWAY_PORT": "1"}),
+        ),
+    )
+    upgrader = Upgrader([gateway], start, none, none, tmp_path)
+    upgrader.begin()
+    await until(lambda: not upgrader.upgrade.is_running)
+    assert upgrader.upgrade.failure == "too many processes"
+    await upgrader.close()
 
 
 async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_path: Path) -> None:
