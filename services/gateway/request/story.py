@@ -143,7 +143,7 @@ class Story:
             return "It is the first prompt that came here."
         if not alike:
             prompts = count(len(earlier), "prompt")
-            return f"The tokens up to {block} were in none of the last {prompts} that came here."
+            return f"The tokens up to {block} were new: not in the {prompts} that came before."
         parts = zip(Root._fields, alike[0].root or (), mine.root or (), strict=True)
         differing = " and ".join(name.replace("_", " ") for name, a, b in parts if a != b)
         return (

@@ -244,7 +244,9 @@ def slots_of(workers: Sequence[Worker], decode_id: str = "", num_taken: int = 0)
     were taken, then those with most free slots."""
 
     def num_free(worker: Worker) -> int:
-        return max(0, worker.num_free_slots) + (num_taken if worker.id == decode_id else 0)
+        own = num_taken if worker.id == decode_id else 0
+        # A report may be older than the reservation, and then has these slots among the free ones.
+        return min(worker.num_slots, max(0, worker.num_free_slots) + own)
 
     ranked = sorted(workers, key=lambda each: (each.id != decode_id, -num_free(each), each.id))
     return tuple((each.id, num_free(each), each.num_slots) for each in ranked[:MAX_LISTED])

@@ -8,7 +8,7 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from services.gateway.scheduling.router import Route, Router, rank_prefill
+from services.gateway.scheduling.router import Route, Router, rank_prefill, slots_of
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Abort, Command, LoadReport
@@ -254,3 +254,9 @@ async def test_a_pool_without_prefill_and_without_a_mover_has_no_route() -> None
     for each in (a, b):
         await store.register_pool(each.spec)
     assert await Router(store, SECRET).routes(Asked(""), [b], [a, b]) == []
+
+
+def test_a_worker_never_has_more_free_slots_than_slots() -> None:
+    """A load report may be older than the request's reservation."""
+    assert slots_of([worker("d", 13)], "d", num_taken=2) == (("d", 15, 16),)
+    assert slots_of([worker("d", 16)], "d", num_taken=2) == (("d", 16, 16),)

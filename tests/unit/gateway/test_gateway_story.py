@@ -149,8 +149,8 @@ def test_a_refused_request_has_its_reason() -> None:
         (
             computed(16),
             [computed(blocks="xyz", name="r0")],
-            "had 16 of 50 tokens. The tokens up to block 2 were in none of the last 1 prompt that "
-            "came here.",
+            "had 16 of 50 tokens. The tokens up to block 2 were new: not in the 1 prompt that "
+            "came before.",
         ),
         (
             computed(at_s=60.0),
