@@ -117,10 +117,12 @@ class Admission:
             try:
                 await self._allocate(job)
             except (OutOfBlocks, MustWait) as error:
+                if job.state is not State.WAITING:  # the job ended during the call
+                    return False
                 if not job.awaits_blocks:
                     job.awaits_blocks = True
                     job.session.send(_awaits(job, error))
-                return job.state is State.WAITING
+                return True
             except StaleHolder:  # the holder id was used before: the gateway has to give a new one
                 self._on_stale(job)
                 continue

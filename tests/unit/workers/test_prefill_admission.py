@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from blockstore.errors import OutOfBlocks
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
 from services.protocol.messages import AwaitsBlocks, Requeued, RequeueReason
@@ -31,6 +32,22 @@ async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> Non
     await pair.until(lambda: len(pair.session.events) == 3)
     assert list(prefilled(pair.session)) == ["r1", "r2", "r3"]
     assert pair.session.waiting[0] == AwaitsBlocks("r2", 1, num_needed=4, num_available=0)
+
+
+async def test_nothing_is_said_of_a_request_that_ended_while_the_store_was_asked(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await make_pair(num_blocks=4)
+
+    async def allocate(*_: Any, **__: Any) -> Allocation:
+        pair.prefill.role.abort(pair.session, "r1", 1)
+        raise OutOfBlocks(4, 0)
+
+    monkeypatch.setattr(pair.prefill.store, "allocate", allocate)
+    pair.prefill.role.submit(pair.session, ticket("r1", range(14)))
+    await pair.until(lambda: not pair.prefill.role.jobs)
+    await pair.prefill.writer.flush()
+    assert not pair.session.waiting
 
 
 async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None:
