@@ -48,14 +48,7 @@ class LaunchedStep:
 
 
 class Engine:
-    """Runs the groups of one worker; knows nothing of stores, streams and gateways.
-
-    `one_token` (prefill workers): a sequence stops after its first drawn token, and its group
-    leaves the engine when all its sequences have stopped. `look_ahead`: for how many tokens beyond
-    the end of a sequence the engine asks for blocks; a prefill worker has acquired all before.
-    `speculation`: None: no row gets drafts. `check_fence`: called before a step is launched and
-    after its end on the device; raises if the worker may no longer write, or use what it has read.
-    """
+    """Runs the groups of one worker. It knows nothing of stores, streams and gateways."""
 
     def __init__(
         self,
@@ -72,9 +65,16 @@ class Engine:
         self._scheduler = scheduler
         self._stamps = stamps
         self._check_fence = check_fence
+        """Called before a step is launched and after its end on the device. It raises if the worker
+        may no longer write, or no longer use what it has read."""
         self._one_token = one_token
+        """Whether a sequence stops after its first drawn token, as at a prefill worker. Its group
+        leaves the engine when all sequences of the group have stopped."""
         self._look_ahead = 1 if one_token else look_ahead
+        """The number of tokens beyond the end of a sequence for which the engine asks for blocks. A
+        prefill worker acquires all blocks before."""
         self._speculation = None if one_token else speculation
+        """The source of drafts; None if no row gets drafts."""
         self._launched: deque[LaunchedStep] = deque()
         self._retired_at = 0.0
         self._changed: dict[str, Group] = {}
@@ -84,9 +84,9 @@ class Engine:
         self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
     def delay_s(self, waited_s: float) -> float:
-        """How long the thread may wait for further commands before the next step, which has been
-        delayed by `waited_s` already; 0: not at all. Decode steps never wait, and no step does
-        while another is in flight."""
+        """Return the seconds that the thread may wait for further commands before the next step,
+        which has been delayed by `waited_s` already. Decode steps never wait, and no step waits
+        while another is in flight: then it is 0."""
         if not self._one_token or self._launched:
             return 0.0
         return self._batching_delay.delay_s(self._scheduler.num_uncomputed, waited_s)

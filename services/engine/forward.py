@@ -48,7 +48,7 @@ class ForwardPass(Protocol):
     ) -> Flight:
         """Launch a step: copy blocks within the arena, then compute the rows and store their KV.
 
-        Steps are computed in the order of their launches. `copies`: (source, target) each; all
+        Steps are computed in the order of their launches. `copies` are pairs (source, target); all
         sources are read before any target is written. There may be copies without rows. Block
         tables and adjustments are read before `launch` returns. `num_waiting` more sequences could
         run, but wait for a later step.

@@ -35,10 +35,6 @@ class Runner:
     Between steps the runner keeps the KV in the arena and the tokens of the last step, which rows
     of the next one may take. Raises ValueError if shape, dtype or device of the arena are not the
     model's.
-
-    `steps`: None: those of the model alone. `computes_at_launch`: whether every flight is complete
-    at its launch, and the model draws on the host, as on a CPU. Else the backend has a sampler that
-    draws on the device (`services.engine.device.drawing`).
     """
 
     def __init__(
@@ -49,6 +45,7 @@ class Runner:
         ops: Backend,
         steps: ModelSteps | None = None,
     ) -> None:
+        """Without `steps`, the runner computes steps of the model alone."""
         config = model.config
         in_int8 = kv.dtype == torch.int8
         width = config.head_dim + (int8_kv.SCALE_BYTES if in_int8 else 0)
@@ -62,6 +59,8 @@ class Runner:
         if kv.device != model.device:
             raise ValueError(f"the arena is on {kv.device}, the model on {model.device}")
         self.computes_at_launch = not ops.has_sampler
+        """Whether every flight is complete at its launch, and the model draws on the host, as on a
+        CPU. Otherwise the backend draws on the device (`services.engine.device.drawing`)."""
         self._last: DrawnFlight | None = None
         self._masks = MaskThread()
         self._drawing = DeviceDrawing(model, ops, kv.device)

@@ -41,12 +41,13 @@ class ComputedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """Consecutive blocks after the block with key `parent`: their tokens, and the `hashes` of the
-    full ones. Only the last block may be unfinished."""
+    """Consecutive blocks of tokens. Only the last block may be unfinished."""
 
     parent: Key
+    """The key of the block before them."""
     token_ids: tuple[int, ...]
     hashes: tuple[PrefixHash, ...]
+    """The hashes of the full blocks."""
     block_size: int
 
     @classmethod

@@ -18,10 +18,11 @@ PAGE = 256
 
 
 class FlashKernels(TritonKernels):
-    """`has_cap`: whether these kernels have soft caps."""
+    """Attention of PyTorch's FlashAttention."""
 
     name = "flash"
     has_cap = False
+    """Whether these kernels have soft caps."""
     reads_whole_blocks = True
     has_sinks = False
 

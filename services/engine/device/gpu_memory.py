@@ -4,9 +4,10 @@
                           + pool
 
 `utilization` is vLLM's gpu_memory_utilization: the share of the GPU that this deployment may use,
-whatever other programs use. `shared weights`: one copy for all workers; then `weights` is what each
-has beside it. `graphs`: CUDA graphs of decode steps with their memory. `other`: what a process
-takes beyond PyTorch's tensors: its CUDA context, kernels and workspaces.
+whatever other programs use. The workers share one copy of the weights where they can; then
+`weights` is what each worker keeps beside that copy. `graphs` are CUDA graphs of decode steps with
+their memory. `other` is the memory that a process takes beyond PyTorch's tensors, for its CUDA
+context, kernels and workspaces.
 """
 
 import os

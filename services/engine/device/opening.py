@@ -12,11 +12,13 @@ from services.runtime.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """`name`: cpu, cuda:N, or memfd:N, which computes as cpu does and keeps its pool as a GPU's.
-    `driver`: of the memory of pools; None: they are files."""
+    """A device that this process can use."""
 
     name: str
+    """`cpu`, `cuda:N`, or `memfd:N`, which computes as the CPU does and keeps its pool as a GPU
+    does."""
     driver: Driver | None = None
+    """The driver that allocates the memory of pools; None if pools are files."""
 
     @property
     def torch(self) -> torch.device:

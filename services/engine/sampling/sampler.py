@@ -146,9 +146,9 @@ def _nucleus_within(
 
 
 def _winners(left: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
-    """The token that each row draws; `rows`: the rows' draws. The first _CHUNK random numbers are
-    for the tokens of the winning chunk, the others for the chunks. A weight of 0 never finishes; of
-    equal times the first one wins."""
+    """Return the token that each row draws. `rows` are the indices of the rows' draws in the batch.
+    The first _CHUNK random numbers are for the tokens of the winning chunk, the others for the
+    chunks. A token with the weight 0 never finishes; the first of several equal times wins."""
     num_chunks = -(-left.shape[1] // _CHUNK)
     padded = F.pad(left, (0, num_chunks * _CHUNK - left.shape[1]))
     chunks = padded.view(len(rows), num_chunks, _CHUNK)

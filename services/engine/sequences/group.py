@@ -39,14 +39,7 @@ from services.protocol.ticket import BeamState, Ticket, TicketSequence
 
 
 class Group:
-    """The sequences of one request, scheduled, moved, preempted and failed as one.
-
-    `sequences`: those that run, by index. `stopped`: those that drew their one token here and
-    continue at another worker. `num_acquired`: how many blocks the holder ever acquired. `beams`:
-    the state of its beam search; None: the group is no search. `num_flights`: how many steps in
-    flight read or write its blocks. `is_paused`: it launches nothing more. `fault`: why it fails
-    once its flights are retired.
-    """
+    """The sequences of one request, scheduled, moved, preempted and failed as one."""
 
     def __init__(
         self, ticket: Ticket, sequences: Seq[Sequence], spare: Seq[int], num_acquired: int
@@ -54,17 +47,24 @@ class Group:
         self.key = ticket.holder_id
         self.order = ticket.order
         self.sequences = list(sequences)
+        """The sequences that run, by index."""
         self.stopped: list[Sequence] = []
+        """The sequences that drew their one token here and continue at another worker."""
         self.num_acquired = num_acquired
+        """The number of blocks that the holder ever acquired."""
         self.is_started = True
         self._one_token = False
         self.num_flights = 0
+        """The number of steps in flight that read or write its blocks."""
         self.is_paused = False
+        """Whether the group launches nothing more."""
         self.fault: Fault | None = None
+        """The reason why the group fails once its flights are retired."""
         self._ended_in_flight: list[Sequence] = []
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
         self.beams: BeamState | None = None
+        """The state of its beam search; None if the group is no search."""
         self._advance = Advance(self.key)
         self._completed: list[CompletedBlock] = []
 

@@ -18,7 +18,7 @@ class Average:
         self.value += (value - self.value) / self.weight
 
     def approach(self, value: float, share: float, aging: float = 0.0) -> None:
-        """Go a `share` of the way to `value`: what was measured long ago may have changed. By the
-        share `aging` the next value counts more."""
+        """Move the average by `share` of its distance to `value`, because a speed that was measured
+        long ago may have changed. The earlier values lose the share `aging` of their weight."""
         self.value += share * (value - self.value)
         self.weight *= 1 - aging

@@ -72,12 +72,7 @@ class NgramDrafter:
 
 
 class _Match:
-    """Where the last tokens of a sequence occurred before.
-
-    `length` is the number of tokens that match. `_after`: the position behind them. `_after_one`,
-    `_after_two`: the latest position behind each token and each pair of tokens, but those behind
-    the last token. `_before`: for each position, the one before it behind the same pair; 0: none.
-    """
+    """The place where the last tokens of a sequence occurred before."""
 
     def __init__(self, shortest: int, longest: int, of_all: Chances) -> None:
         self._shortest = shortest
@@ -85,10 +80,16 @@ class _Match:
         self._of_all = of_all
         self.chances = Chances(of_all)
         self._after_one: dict[int, int] = {}
+        """The latest position behind each token, except the position behind the last token."""
         self._after_two: dict[int, int] = {}
+        """The latest position behind each pair of tokens, with the same exception."""
         self._before = array("I")
+        """For each position, the position before it that follows the same pair; 0 if there is
+        none."""
         self._after = 0
+        """The position behind the earlier tokens that match."""
         self.length = 0
+        """The number of tokens that match."""
 
     def update(self, tokens: list[int]) -> None:
         """Take the new tokens, and go on with the match while they are those behind it."""

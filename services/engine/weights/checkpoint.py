@@ -32,12 +32,13 @@ _DIGESTED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsWeights:
-    """`Weights` of safetensors files. `tensors`: all tensors, as they are in the files. `shapes`:
-    of the weights, not quantized."""
+    """`Weights` of safetensors files."""
 
     tensors: Mapping[str, Tensor]
+    """All tensors, as they are in the files."""
     config: ModelConfig
     shapes: Mapping[str, Shape]
+    """The shapes that the weights have when they are not quantized."""
 
     def form(self, linear: str) -> Form:
         stored = self.config.quantization

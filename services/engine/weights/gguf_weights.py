@@ -51,14 +51,15 @@ _ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The tensors of GGUF files, by the names of Hugging Face checkpoints. `data`: the bytes of
-    each mapped file. `has_pairs`: rows of queries and keys are in llama.cpp's order."""
+    """The tensors of GGUF files, by the names of Hugging Face checkpoints."""
 
     file: GgufFile
     config: ModelConfig
     places: Mapping[str, Place]
     data: Mapping[Path, Tensor]
+    """The bytes of each mapped file."""
     has_pairs: bool
+    """Whether the rows of queries and keys are in llama.cpp's order."""
 
     def tensor(self, name: str) -> GgufTensor:
         return self.file.tensors[self.places[name].name]
@@ -204,10 +205,14 @@ def _parts(octets: Tensor, num_bits: int) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Int4Weight:
-    """`blocks`: uint8 [rows, K / 256, 144]. Of the 12 bytes, the low 6 bits of bytes 0 to 3 and of
-    4 to 7 are the scales and minimums of the first four blocks. Those of the last four have their
-    lower 4 bits in bytes 8 to 11 (the scale's are the low ones), and their upper 2 bits in the
-    upper bits of bytes 0 to 3 and 4 to 7."""
+    """Return the weights of a tensor in Q4_K, whose superblocks are uint8 [rows, K / 256, 144].
+
+    A superblock has 12 bytes of scales and minimums. The low 6 bits of bytes 0 to 3 are the scales
+    of the first four groups, and the low 6 bits of bytes 4 to 7 their minimums. A scale of the last
+    four groups has its lower 4 bits in the low half of bytes 8 to 11, and its upper 2 bits at the
+    top of bytes 0 to 3; a minimum has them in the high half of bytes 8 to 11 and at the top of
+    bytes 4 to 7.
+    """
     first, second, last = (blocks[:, :, begin : begin + 4] for begin in (4, 8, 12))
     scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=2)
     minimums = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=2)

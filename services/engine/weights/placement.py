@@ -50,8 +50,7 @@ def private(device: str, dtype: torch.dtype) -> Placement:
 
 
 class SharedWeights:
-    """Weights once on a GPU. `num_bytes`: of their allocation. `counted`: of these, what the driver
-    counts as this process's."""
+    """The one copy of the weights on a GPU, which all workers of the GPU read."""
 
     def __init__(
         self,
@@ -64,7 +63,10 @@ class SharedWeights:
         process on the device that are no tensors of PyTorch."""
         self._driver, self._root = driver, root
         self._measure, self._progress = measure, progress
-        self.num_bytes = self.counted = 0
+        self.num_bytes = 0
+        """The size of the weights' allocation."""
+        self.counted = 0
+        """The part of `num_bytes` that the driver counts as memory of this process."""
         self.kept: KeptMemory | None = None
 
     def load(self, name: str, dtype: torch.dtype, load: Callable[[Placement], M]) -> M:

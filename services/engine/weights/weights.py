@@ -17,12 +17,14 @@ Form = StoredKind | Literal["float"]
 
 
 class Weights(Protocol):
-    """A checkpoint's weights. `tensors`: all that are not a linear's weights, and the linears' in
-    floating point, which may be views of a mapped file. `linear` converts at each call, so that
-    no more than one linear is in memory."""
+    """A checkpoint's weights. `linear` converts at each call, so that no more than one linear is in
+    memory."""
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors that are not a linear's weights, and the weights of linears in floating
+        point. They may be views of a mapped file."""
+        ...
 
     def form(self, linear: str) -> Form:
         """The form of the linear with this name, which does not end with `.weight`."""

@@ -147,7 +147,7 @@ def _check_config(directory: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _adapted(directory: Path, fields: Mapping[str, Any], name: str, rank: int) -> AdaptedLinear:
-    """`rank`: of the tensors."""
+    """Return the rank and the scale of the linear `name`, whose tensors have the rank `rank`."""
     wanted = _of_linear(directory, fields, name, "rank_pattern", "r")
     alpha = _of_linear(directory, fields, name, "alpha_pattern", "lora_alpha")
     if rank != wanted or not isinstance(alpha, int | float) or not abs(alpha) < 2**31:

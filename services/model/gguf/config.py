@@ -287,7 +287,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _quantization(file: GgufFile) -> StoredQuantization | None:
-    """`kind`: the narrowest of those of the linears in layers."""
+    """Return the file's quantization, with the narrowest kind that a linear of a layer has."""
     layers = (name for name, t in file.tensors.items() if "blk." in name and len(t.shape) > 1)
     kinds = sorted({kind for name in layers if (kind := form_of(file, name))})
     return StoredQuantization("gguf", kinds[0]) if kinds else None
