@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from quire.types import Sampling, Usage
-from services.gateway.access.caller import EVERYONE, Caller, current_caller
+from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.model.structured.structure import Structure
@@ -172,6 +172,7 @@ class EmbeddingRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    sampling: ClassVar[Sampling] = ONE
     include_metrics: ClassVar[bool] = False
     received: ClassVar[None] = None
     """An embedding is not resumed: its client asks again."""
@@ -241,7 +242,8 @@ class Generator(Protocol):
         that works on it.
 
         Opening and reading raise InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest,
-        QueueFull, NoWorker, DeadlineExceeded or PoisonRequest (services.runtime.errors).
+        QueueFull, RateLimited, NoWorker, DeadlineExceeded or PoisonRequest
+        (services.runtime.errors).
         """
 
     async def embed(self, request: EmbeddingRequest) -> Embedding:
@@ -261,7 +263,8 @@ class Generator(Protocol):
         """Whether the model is a cross-encoder. Records and raises as `generate` does."""
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""
+        """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker, Overloaded or
+        RateLimited."""
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """The text of tokens, special tokens included. Raises as `tokenize`."""
@@ -277,7 +280,7 @@ class Generator(Protocol):
         the name that the client sent, or empty if it is not known."""
 
     def models(self) -> tuple[ServedModel, ...]:
-        """The models that can be served now, sorted by name."""
+        """The models that the current caller sees and that can be served now, sorted by name."""
 
     def ready(self) -> bool:
         """Whether at least one model has a worker of every role."""

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -115,25 +115,28 @@ class Gateway:
         """Admits a request, which runs until the block is left, and opens its output."""
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
-        try:
-            check_identity(request)
-            bind_request_id(name)
-            running, output = await self._enqueue(request, name, trace)
-        except asyncio.CancelledError:
-            reason = "the client left before the request was in its queue"
-            self.record_refusal(name, request.model, CANCELLED, reason)
-            if trace is not None:
-                trace.cancel()
-            raise
-        except Exception as error:
-            self.record_refusal(name, request.model, code_of(error), str(error))
-            if trace is not None:
-                trace.refuse(error, code_of(error))
-            raise
-        try:
-            yield running, output
-        finally:
-            running.end_call(output)
+        with ExitStack() as place:
+            try:
+                check_identity(request)
+                bind_request_id(name)
+                admitted = request.caller.account.admitted
+                place.enter_context(admitted(request.sampling, is_further=request.is_further))
+                running, output = await self._enqueue(request, name, trace)
+            except asyncio.CancelledError:
+                reason = "the client left before the request was in its queue"
+                self.record_refusal(name, request.model, CANCELLED, reason)
+                if trace is not None:
+                    trace.cancel()
+                raise
+            except Exception as error:
+                self.record_refusal(name, request.model, code_of(error), str(error))
+                if trace is not None:
+                    trace.refuse(error, code_of(error))
+                raise
+            try:
+                yield running, output
+            finally:
+                running.end_call(output)
 
     async def _enqueue(
         self,
@@ -159,7 +162,7 @@ class Gateway:
                         request = await admit_embedding(asked, request_id, model, served, adapter)
                     else:
                         request = await admit(asked, request_id, model, served, adapter)
-                    caller.charge(len(request.prompt_token_ids))
+                    caller.account.charge(len(request.prompt_token_ids))
                     open_output(
                         *(request, served.model, arrived_at),
                         meter=self._request_metrics.meter(model, caller),
@@ -178,8 +181,8 @@ class Gateway:
 
     async def retain(self, request: GenerationRequest) -> RetainAnswer:
         """See `Generator.retain`."""
-        name, served, adapter = await self._served(request.model, request.caller)
-        with self._tokenizing():
+        with self._tokenizing(request.caller):
+            name, served, adapter = await self._served(request.model, request.caller)
             admitted = await admit(request, request.request_id, name, served, adapter)
         return await self._dispatcher.retention.mark(admitted, served.pools)
 
@@ -193,36 +196,40 @@ class Gateway:
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`."""
-        _, served, _ = await self._served(request.model, EVERYONE)
-        tokenizer = served.model.tokenizer
-        with self._tokenizing():
+        caller = current_caller(EVERYONE)
+        with self._tokenizing(caller):
+            _, served, _ = await self._served(request.model, caller)
             token_ids = await tokenize_prompt(
                 *(request.prompt, served.model, served.max_model_len),
                 *(request.template_arguments, request.tools),
                 add_special_tokens=request.add_special_tokens,
                 add_generation_prompt=request.add_generation_prompt,
             )
-        tokens = tuple(map(tokenizer.token, token_ids)) if request.with_tokens else None
+        names = map(served.model.tokenizer.token, token_ids)
+        tokens = tuple(names) if request.with_tokens else None
         return Tokenized(token_ids, tokens, served.longest_request)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
-        _, served, _ = await self._served(model, EVERYONE)
-        check_token_ids("tokens", token_ids, served.model.config.vocab_size)
-        decode = partial(served.model.tokenizer.decode, token_ids, skip_special_tokens=False)
-        with self._tokenizing():
+        caller = current_caller(EVERYONE)
+        with self._tokenizing(caller):
+            _, served, _ = await self._served(model, caller)
+            check_token_ids("tokens", token_ids, served.model.config.vocab_size)
+            decode = partial(served.model.tokenizer.decode, token_ids, skip_special_tokens=False)
             return await asyncio.to_thread(decode)
 
     @contextmanager
-    def _tokenizing(self) -> Iterator[None]:
-        """Bounds the calls that wait for a thread, in which prompts are tokenized too."""
+    def _tokenizing(self, caller: Caller) -> Iterator[None]:
+        """Bounds the calls that wait for a thread, in which prompts are tokenized too. Each counts
+        as a request of its caller."""
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise Overloaded(f"{_MAX_TOKENIZING} requests to tokenize wait; try again", 1.0)
-        self._num_tokenizing += 1
-        try:
-            yield
-        finally:
-            self._num_tokenizing -= 1
+        with caller.account.admitted():
+            self._num_tokenizing += 1
+            try:
+                yield
+            finally:
+                self._num_tokenizing -= 1
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """See `Generator.record_refusal`. Only the name of a served model becomes a metric label:
@@ -240,8 +247,9 @@ class Gateway:
 
     async def forecast(self, request: GenerationRequest) -> list[str]:
         """See `Generator.forecast`."""
-        model, served, adapter = await self._served(request.model, request.caller)
-        admitted = await admit(request, "", model, served, adapter)
+        with self._tokenizing(request.caller):
+            model, served, adapter = await self._served(request.model, request.caller)
+            admitted = await admit(request, "", model, served, adapter)
         caller, tells_all = request.caller, self._options.report_cached_tokens
         tells_cached = tells_all or caller.is_operator or bool(admitted.cache_salt)
         return await self._explainer.forecast(admitted, tells_cached=tells_cached)
@@ -255,15 +263,14 @@ class Gateway:
             for name in sorted(roots)
             if is_complete(roots[name])
         }
-        adapters = () if self._adapters is None else self._adapters.served()
-        return (
-            *models.values(),
-            *(
-                replace(models[one.model], model=one.adapter.name, root="", parent=one.model)
-                for one in adapters
-                if one.model in models
-            ),
-        )
+        adapters = [
+            replace(models[one.model], model=one.adapter.name, root="", parent=one.model)
+            for one in (() if self._adapters is None else self._adapters.served())
+            if one.model in models
+        ]
+        sees = current_caller(EVERYONE).sees
+        every = (*models.values(), *adapters)
+        return tuple(each for each in every if sees(each.model) or sees(each.root))
 
     def ready(self) -> bool:
         has_adapters = self._adapters is None or self._adapters.ready

@@ -19,8 +19,6 @@ from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
-from services.gateway.access_control import AccessControl
-from services.gateway.api import Generator
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
@@ -38,7 +36,6 @@ from services.gateway.output.output import PAUSE_AFTER_S
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.scheduling.planner import AutoRoles
 from services.gateway.wiring import Wiring, start_gateway, update_health
-from services.gateway.workers.adapters import GatewayAdapters
 from services.runtime import open_files, redis
 from services.runtime.exposition import metrics_endpoint
 from services.runtime.health import Health
@@ -90,12 +87,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         keyring = settings.keyring(metrics)
-        gateway = wiring.gateway
-        generator = gateway if keyring is None else AccessControl(gateway, keyring)
         relays = _relays(settings, wiring, secret, stack)
-        listeners = _Listeners(
-            *(settings, generator, keyring, relays, wiring.adapters, health, stack)
-        )
+        listeners = _Listeners(*(settings, wiring, keyring, relays, health, stack))
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
@@ -228,10 +221,9 @@ class _Listeners:
     """Opens the gateway's servers; `stack` ends those for gRPC."""
 
     settings: GatewaySettings
-    generator: Generator
+    wiring: Wiring
     keyring: Keyring | None
     relays: Sequence[Relay]
-    adapters: GatewayAdapters | None
     health: Health
     stack: AsyncExitStack
 
@@ -260,7 +252,7 @@ class _Listeners:
 
     def _server(self, *, has_operations: bool, max_connections: int | None = None) -> RpcServer:
         relays = self.relays if has_operations else ()
-        adapters = self.adapters if has_operations else None
+        adapters = self.wiring.adapters if has_operations else None
         names = [relay.name for relay in relays]
         if adapters is not None:
             names.append(ADAPTERS)
@@ -272,7 +264,7 @@ class _Listeners:
             tls=self.settings.public_tls(),
             health=self.health,
         )
-        inference = InferenceService(self.generator)
+        inference = InferenceService(self.wiring.gateway)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
         server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
         if adapters is not None:
@@ -291,7 +283,7 @@ class _Listeners:
             return None
         directory = settings.metrics_directory
         app = create_app(
-            self.generator,
+            self.wiring.gateway,
             metrics if directory is None else WithServices(metrics, directory),
             allowed_hosts=settings.allowed_hosts,
             keyring=self.keyring,

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.api_keys import ApiKey
-from services.gateway.access.caller import Caller
-from services.runtime.errors import RateLimited
+from quire.sampling import NUMBERS
+from quire.types import Sampling
+from services.gateway.access.caller import ONE, Caller, NoAccount
+from services.runtime.errors import InvalidRequest, RateLimited
 
 _BUSY_DELAY_S = 1.0
 """When a client may try again that has as many sequences as it may have."""
@@ -39,7 +41,7 @@ class Bucket:
         self._level -= amount
 
 
-class Account:
+class Account(NoAccount):
     """The account of one key. It outlives changes of the key in the file."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,13 +66,15 @@ class Account:
             models=None if key.models is None else frozenset(key.models),
             priority_ceiling=key.priority_ceiling,
             retained_blocks=key.retained_blocks,
-            charge=self.charge,
+            account=self,
         )
 
     @contextmanager
-    def admitted(self, num_sequences: int, *, is_further: bool = False) -> Iterator[None]:
-        """Wraps one request from its arrival to its end. The rate of requests counts the first one
-        of a call, and not one that `is_further`. Raises RateLimited."""
+    def admitted(self, asked: Sampling = ONE, *, is_further: bool = False) -> Iterator[None]:
+        """See `NoAccount.admitted`."""
+        check_cost(self.key, asked)
+        # The gateway refuses a width below 1, but after the request has waited.
+        num_sequences = max(1, asked.n if asked.beam is None else asked.beam.width)
         self._check_concurrency(num_sequences)
         now, key = self._clock(), self.key
         if delay_s := self._tokens.delay_s(1, now):
@@ -100,3 +104,22 @@ class Account:
                 f"have {limit}; this request needs {num_sequences}",
                 _BUSY_DELAY_S,
             )
+
+
+def check_cost(key: ApiKey, asked: Sampling) -> None:
+    """Raises InvalidRequest if one of the parameters costs more than the key may ask for."""
+    bounds: tuple[tuple[str, int | None, int], ...] = (
+        ("n", asked.n, key.max_sequences),
+        ("beam_width", asked.beam.width if asked.beam else None, key.max_sequences),
+        ("logprobs", asked.logprobs, key.max_logprobs),
+        ("prompt_logprobs", asked.prompt_logprobs, key.max_prompt_logprobs),
+    )
+    for name, value, limit in bounds:
+        if value is not None and value > limit:
+            raise InvalidRequest(
+                f"{name} is {value}; key {key.name} may ask for at most {limit}", name
+            )
+    for name, number in NUMBERS.items():
+        penalty = getattr(asked, name) if name.endswith("_penalty") else None
+        if not key.penalties and penalty not in (None, number.neutral):
+            raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties", name)

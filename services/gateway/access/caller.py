@@ -4,15 +4,30 @@ The gRPC guard and the HTTP middleware bind the caller to the context of each ca
 caller every check fails, so that a server without authentication cannot be exposed by mistake.
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quire.types import Sampling
 from services.runtime.errors import PermissionDenied, Unauthenticated
 
+ONE = Sampling()
+"""What a call asks for that is no generation: one sequence."""
 
-def _charge_nobody(num_tokens: int) -> None:
-    """The charge of a caller without an account: nothing."""
+
+class NoAccount:
+    """The account of a caller without an API key: it has no limits."""
+
+    def admitted(
+        self, asked: Sampling = ONE, *, is_further: bool = False
+    ) -> AbstractContextManager[None]:
+        """Wraps one request from its arrival to its end. The rate of requests counts the first one
+        of a call, and not one that `is_further`. Raises RateLimited, or InvalidRequest if a
+        parameter costs more than the key may ask for."""
+        return nullcontext()
+
+    def charge(self, num_tokens: int) -> None:
+        """Charge tokens as they are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +47,7 @@ class Caller:
     """The most urgent priority that the caller may ask for; None: the gateway's own setting."""
     retained_blocks: int | None = None
     """The most blocks of a pool that the caller's tenant may retain; None: what all may."""
-    charge: Callable[[int], None] = _charge_nobody
-    """Charges tokens to the caller's account."""
+    account: NoAccount = field(default=NoAccount(), repr=False)
 
     @property
     def client(self) -> str:

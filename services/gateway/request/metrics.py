@@ -35,7 +35,7 @@ class TokenMeter:
         self._ttft = metrics.time_to_first_token_s.labels(model)
         self._inter_token = metrics.inter_token_latency_s.labels(model)
         self._generated = metrics.generation_tokens.labels(model)
-        self._charge = caller.charge
+        self._charge = caller.account.charge
         self._of_tenant = of_tenant
 
     def first_token(self, after_s: float) -> None:

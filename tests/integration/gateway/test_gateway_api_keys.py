@@ -23,11 +23,12 @@ from quire.v1 import inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import ListModelsRequest
-from services.gateway.access.caller import Caller
+from services.gateway.access.caller import Caller, bind_caller
 from services.gateway.access.guards import KeyGuard
-from services.gateway.access_control import AccessControl
+from services.gateway.api import TokenizeRequest
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.request.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
+from services.runtime.errors import RateLimited, UnknownModel
 from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 from tests.waiting import until
@@ -46,7 +47,7 @@ async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.I
     """A client of the gateway with an API key."""
     ring = keyring(**limits)
     server = RpcServer(SERVICE_NAME, guard=KeyGuard(ring))
-    service = InferenceService(AccessControl(harness.gateway, ring))
+    service = InferenceService(harness.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
     channel: aio.Channel = open_channel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
     harness.stack.push_async_callback(server.stop)
@@ -136,6 +137,43 @@ async def test_a_limit_ends_a_call_with_its_status(
     assert value("quire:tenant_prompt_tokens_total", {"tenant": "bobs"}) == len(PROMPT)
     assert value("quire:tenant_generation_tokens_total", {"tenant": "bobs"}) == 8
     assert value("quire:tenant_requests_total", {"tenant": "acme", "outcome": code}) == 1
+
+
+@pytest.mark.parametrize(
+    ("allowed", "seen"),
+    [({"toy"}, ["default", "toy"]), ({"default"}, ["default"]), ({"other"}, [])],
+    ids=str,
+)
+async def test_a_key_sees_its_models_only_and_tokenizes_for_them(
+    make_harness: Any, allowed: set[str], seen: list[str]
+) -> None:
+    """A key for a model may use its aliases too; a key for an alias may use only the alias."""
+    harness = await make_harness(FakePrefill(), FakeDecode(), model_aliases=("default=toy",))
+    gateway = harness.gateway
+    bind_caller(Caller(models=frozenset(allowed)))
+    assert [model.model for model in gateway.models()] == seen
+    for name in ("", "toy", "default"):
+        asked = TokenizeRequest("Hi", name)
+        if name in seen or (seen and not name):
+            token_ids = (await gateway.tokenize(asked)).token_ids
+            assert await gateway.detokenize(token_ids, name)
+            continue
+        with pytest.raises(UnknownModel):
+            await gateway.tokenize(asked)
+        with pytest.raises(UnknownModel):
+            await gateway.detokenize((1,), name)
+
+
+async def test_calls_for_tokens_count_as_requests(make_harness: Any) -> None:
+    """They take a thread of the gateway, so a rate that left them out would be none."""
+    gateway = (await make_harness(FakePrefill(), FakeDecode())).gateway
+    bind_caller(keyring(requests_per_minute=2).account(f"Bearer {ALICE}").caller)
+    await gateway.tokenize(TokenizeRequest("Hi"))
+    await gateway.detokenize((1,), "")
+    with pytest.raises(RateLimited):
+        await gateway.tokenize(TokenizeRequest("Hi"))
+    with pytest.raises(RateLimited):
+        await gateway.detokenize((1,), "")
 
 
 def test_tenants_beyond_the_limit_share_one_label() -> None:

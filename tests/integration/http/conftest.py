@@ -31,9 +31,9 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 class FakeGenerator:
-    """Generates `TEXTS`, a token each, unless told otherwise. `pause_at`: the delta before which it
-    waits until it is closed; `delay_s`: the time before the first delta; `is_endless`: it repeats
-    the first text."""
+    """Generates `TEXTS`, a token each, unless told otherwise, within the limits of API keys.
+    `pause_at`: the delta before which it waits until it is closed; `delay_s`: the time before the
+    first delta; `is_endless`: it repeats the first text."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -58,8 +58,10 @@ class FakeGenerator:
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
-        async with aclosing(self.deltas(request)) as deltas:
-            yield deltas
+        admitted = request.caller.account.admitted
+        with admitted(request.sampling, is_further=request.is_further):
+            async with aclosing(self.deltas(request)) as deltas:
+                yield deltas
 
     async def deltas(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -103,7 +105,8 @@ class FakeGenerator:
 
     async def embed(self, request: EmbeddingRequest) -> Embedding:
         self.embedding_requests.append(request)
-        async with self.generate(GenerationRequest(request.prompt)) as deltas:
+        generated = GenerationRequest(request.prompt, is_further=request.is_further)
+        async with self.generate(generated) as deltas:
             *_, last = [delta async for delta in deltas]
         assert last.usage is not None
         values = self.vectors.get(request.prompt, (0.6, -0.8))

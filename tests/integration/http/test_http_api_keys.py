@@ -12,9 +12,6 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from services.gateway.access.caller import bind_caller
-from services.gateway.access_control import AccessControl
-from services.gateway.api import GenerationRequest, RequestedSampling, TokenizeRequest
 from services.gateway.http.app import create_app
 from services.gateway.http.middleware.authentication import (
     OPEN_PATHS,
@@ -23,18 +20,17 @@ from services.gateway.http.middleware.authentication import (
     PAGE,
 )
 from services.gateway.http.server import http_server
-from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
 from .conftest import HI, LIMIT_S, FakeGenerator
 
-LIMITS = {"requests_per_minute": 3, "max_sequences": 2, "models": ["org/other"]}
+LIMITS = {"requests_per_minute": 3, "max_sequences": 2}
 
 
 @pytest.fixture
 def app(generator: FakeGenerator) -> Starlette:
     ring = keyring(**LIMITS)
-    return create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+    return create_app(generator, CollectorRegistry(), keyring=ring)
 
 
 @pytest.fixture
@@ -135,15 +131,8 @@ async def test_ipv6_clients_on_this_host_may_speak_for_others_too(
     assert [each.caller.client for each in generator.requests] == ["192.0.2.7", "192.0.2.1"]
 
 
-async def test_a_key_sees_its_models_only(keyed: httpx.AsyncClient) -> None:
-    mine = await keyed.get("/v1/models", **as_(ALICE))
-    assert mine.json()["data"] == []
-    assert (await keyed.get("/v1/models/org/tiny", **as_(ALICE))).status_code == 404
-    assert (await keyed.get("/v1/models/org/tiny", **as_(BOB))).status_code == 200
-
-
 async def test_limits_answer_429_with_retry_after_and_costly_asks_400(
-    keyed: httpx.AsyncClient, generator: FakeGenerator
+    keyed: httpx.AsyncClient,
 ) -> None:
     costly = await keyed.post("/v1/chat/completions", json={**HI, "n": 3}, **as_(ALICE))
     assert costly.status_code == 400
@@ -153,7 +142,6 @@ async def test_limits_answer_429_with_retry_after_and_costly_asks_400(
     answer = await keyed.post("/v1/chat/completions", json=HI, **as_(ALICE))
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "20")
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-    assert ("rate_limit_exceeded", answer.json()["error"]["message"]) in generator.refusals
     assert (await keyed.post("/v1/chat/completions", json=HI, **as_(BOB))).is_success
 
 
@@ -170,7 +158,7 @@ async def test_openais_client_raises_its_errors(keyed: httpx.AsyncClient) -> Non
 
 async def test_a_disconnected_stream_gives_its_place_back(generator: FakeGenerator) -> None:
     ring = keyring(max_concurrency=1)
-    app = create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+    app = create_app(generator, CollectorRegistry(), keyring=ring)
     generator.pause_at = 1
     body = {**HI, "stream": True}
     async with (
@@ -187,34 +175,9 @@ async def test_a_disconnected_stream_gives_its_place_back(generator: FakeGenerat
         assert (await client.post(url, json=HI, **as_(ALICE))).is_success
 
 
-async def test_a_key_tokenizes_only_for_its_models(
-    keyed: httpx.AsyncClient, generator: FakeGenerator
-) -> None:
-    """ALICE may not use org/tiny, and does not need to name a model."""
-    for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [1]})):
-        for name in ({"model": "org/tiny"}, {}):
-            answer = await keyed.post(path, json={**body, **name}, **as_(ALICE))
-            assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
-        assert (await keyed.post(path, json=body, **as_(BOB))).status_code == 200
-    assert len(generator.tokenize_requests) == 1
-
-
-async def test_calls_for_tokens_count_as_requests(generator: FakeGenerator) -> None:
-    """They take a thread of the gateway, so a rate that left them out would be none."""
-    ring = keyring(requests_per_minute=2)
-    bind_caller(ring.account(f"Bearer {ALICE}").caller)
-    control = AccessControl(generator, ring)
-    await control.tokenize(TokenizeRequest("Hi"))
-    await control.detokenize((1,), "")
-    with pytest.raises(RateLimited):
-        await control.tokenize(TokenizeRequest("Hi"))
-    with pytest.raises(RateLimited):
-        await control.detokenize((1,), "")
-
-
 async def test_a_call_with_several_inputs_counts_once(generator: FakeGenerator) -> None:
     ring = keyring(requests_per_minute=2)
-    app = create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+    app = create_app(generator, CollectorRegistry(), keyring=ring)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         answers = [
@@ -226,25 +189,6 @@ async def test_a_call_with_several_inputs_counts_once(generator: FakeGenerator) 
             )
         ]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
-
-
-async def test_a_negative_number_of_sequences_makes_no_room(generator: FakeGenerator) -> None:
-    """While such a request waits for its refusal, its key has no more sequences than before."""
-    ring = keyring(max_concurrency=2)
-    account = ring.account(f"Bearer {ALICE}")
-    bind_caller(account.caller)
-    generator.pause_at = 0
-    asked = RequestedSampling(n=-5)
-
-    async def wait() -> None:
-        opened = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
-        async with opened as deltas:
-            await anext(deltas)
-
-    waits = asyncio.ensure_future(wait())
-    await generator.paused.wait()
-    assert account.num_sequences == 1
-    waits.cancel()
 
 
 async def test_operators_routes_log_who_was_refused(keyed: httpx.AsyncClient) -> None:

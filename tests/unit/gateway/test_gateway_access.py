@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.api_keys import ApiKey, hash_key
-from quire.types import Beam
-from services.gateway.access.account import Account
+from quire.types import Beam, Sampling
+from services.gateway.access.account import Account, check_cost
 from services.gateway.access.caller import (
     EVERYONE,
     Caller,
@@ -20,8 +20,7 @@ from services.gateway.access.caller import (
 )
 from services.gateway.access.client_address import client_address
 from services.gateway.access.guards import KeyGuard
-from services.gateway.access_control import check_cost
-from services.gateway.api import GenerationRequest, RequestedSampling
+from services.gateway.api import GenerationRequest
 from services.gateway.chat.admission import check_priority
 from services.gateway.identity import scoped_id
 from services.runtime.errors import (
@@ -105,37 +104,39 @@ def test_a_file_that_cannot_be_used_names_its_mistake(
 
 def test_a_request_of_many_sequences_counts_as_many() -> None:
     one, _ = account(max_concurrency=5)
-    with one.admitted(4):
+    with one.admitted(Sampling(n=4)):
         with pytest.raises(RateLimited, match=r"has 4 sequences .* may have 5; .* needs 2"):
-            one.admitted(2).__enter__()
-        with one.admitted(1):
+            one.admitted(Sampling(n=2)).__enter__()
+        with one.admitted():
             assert one.num_sequences == 5
     assert one.num_sequences == 0
+    with one.admitted(Sampling(n=-5)):  # while it waits for its refusal, it makes no room
+        assert one.num_sequences == 1
 
 
 def test_requests_a_minute_refill_and_do_not_count_refused_ones() -> None:
     one, clock = account(requests_per_minute=6, max_concurrency=10)
     for _ in range(6):
-        with one.admitted(1):
+        with one.admitted():
             pass
     for _ in range(3):
         with pytest.raises(RateLimited) as error:
-            one.admitted(1).__enter__()
+            one.admitted().__enter__()
         assert error.value.retry_delay_s == 10
     clock.now_s += 10
-    with one.admitted(1):
+    with one.admitted():
         pass
 
 
 def test_tokens_that_were_overdrawn_are_paid_back() -> None:
     one, clock = account(tokens_per_minute=60)
-    with one.admitted(1):
+    with one.admitted():
         one.charge(90)
     with pytest.raises(RateLimited) as error:
-        one.admitted(1).__enter__()
+        one.admitted().__enter__()
     assert error.value.retry_delay_s == 31  # to one token from 30 below none
     clock.now_s += 31
-    with one.admitted(1):
+    with one.admitted():
         pass
 
 
@@ -159,10 +160,10 @@ def test_a_costly_request_is_refused_with_the_numbers(asked: dict[str, Any], tex
         "penalties": False,
     }
     key = ApiKey(name="alice", hash=HASH, **bounds)
-    cheap = RequestedSampling(n=2, logprobs=1, repetition_penalty=1.0, presence_penalty=0.0)
-    check_cost(key, GenerationRequest("x", sampling=cheap))
+    cheap = Sampling(n=2, logprobs=1, repetition_penalty=1.0, presence_penalty=0.0)
+    check_cost(key, cheap)
     with pytest.raises(InvalidRequest, match=text):
-        check_cost(key, GenerationRequest("x", sampling=RequestedSampling(**asked)))
+        check_cost(key, Sampling(**asked))
 
 
 def test_a_key_has_a_priority_ceiling_instead_of_the_gateways_setting() -> None:

@@ -1,12 +1,7 @@
 """Names and aliases of models."""
 
-from typing import Any
-
 import pytest
 
-from services.gateway.access.caller import Caller, bind_caller
-from services.gateway.access_control import AccessControl
-from services.gateway.api import ServedModel
 from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
 
@@ -51,34 +46,3 @@ def test_a_name_means_one_model() -> None:
         choose_model("", {})
     with pytest.raises(UnknownModel, match="these are: poet"):
         choose_model("other", {}, adapters=["poet"])
-
-
-class Listing:
-    """A generator that serves `small`, also as `default`, and `big`."""
-
-    def models(self) -> tuple[ServedModel, ...]:
-        names = {"big": "big", "default": "small", "small": "small"}
-        return tuple(ServedModel(*(name, 1, 1, ""), root) for name, root in names.items())
-
-
-@pytest.mark.parametrize(
-    ("allowed", "seen", "meant"),
-    [
-        ({"small"}, ["default", "small"], "small"),
-        ({"default"}, ["default"], "small"),
-        ({"big"}, ["big"], "big"),
-    ],
-)
-async def test_a_key_for_a_model_may_use_its_aliases_too(
-    allowed: set[str], seen: list[str], meant: str
-) -> None:
-    """A key for an alias may use only the alias. A coroutine: the caller that it binds is bound
-    in no other test."""
-    nothing: Any = None
-    listing: Any = Listing()
-    control = AccessControl(listing, nothing)
-    bind_caller(Caller(models=frozenset(allowed)))
-    assert [model.model for model in control.models()] == seen
-    assert control._visible("") == meant
-    with pytest.raises(UnknownModel):
-        control._visible("other")
