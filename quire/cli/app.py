@@ -3,8 +3,9 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -48,30 +49,10 @@ _COMMANDS = {
 help."""
 
 
-class _LazyCommands(Mapping[str, Any]):
-    """The commands by name. The module of a command is imported when the command is first looked
-    up, so that each command waits only for its own imports."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = _load(name)
-        return self._loaded[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in _COMMANDS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
-
-    def __len__(self) -> int:
-        return len(_COMMANDS)
-
-
+@cache
 def _load(name: str) -> Any:
-    """Return the command of this name. Raises KeyError if there is none."""
+    """Return the command of this name. Its module is imported now, so that each command waits only
+    for its own imports."""
     place, panel = _COMMANDS[name]
     module, _, attribute = place.partition(":")
     found = getattr(import_module(f"quire.cli.{module}"), attribute)
@@ -90,7 +71,10 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _LazyCommands()  # type: ignore[assignment]
+        self.commands = dict.fromkeys(_COMMANDS)  # type: ignore[assignment]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        return _load(cmd_name) if cmd_name in _COMMANDS else None
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         with _errors_as_exits():

@@ -1,6 +1,7 @@
 """Flags that several commands share, as dataclasses: a command takes one as a parameter."""
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from typer import Option
 
 from quire.addresses import DEFAULT_ADDRESS
+from quire.errors import DeadlineExceeded
 from quire.sampling import Number
 
 if TYPE_CHECKING:
     from quire.client import Client
     from quire.connections import Tls
+
+_POLL_S = 0.2
 
 RunName = Annotated[
     str | None,
@@ -111,6 +115,15 @@ class WaitFlags:
 
     wait: Annotated[bool, Option("--wait", help="wait until it is done")] = False
     timeout: Annotated[float, Option(metavar="S", min=0, help="limit of --wait")] = 600.0
+
+    def until_done(self, missing: Callable[[], str]) -> None:
+        """Wait until `missing` returns nothing: it says what is not done yet. Raises
+        DeadlineExceeded after `timeout`."""
+        give_up_at = time.monotonic() + self.timeout
+        while text := missing():
+            if time.monotonic() > give_up_at:
+                raise DeadlineExceeded(f"{text} after {self.timeout:g} s", "timeout")
+            time.sleep(_POLL_S)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.errors import Unreachable
 from quire.sockets import living_sockets
-from quire.supervisor.errors import NoSuchRun
+from quire.supervisor.errors import ServeError
 from quire.supervisor.run_directory import run_paths
 
 
@@ -14,7 +14,7 @@ def run_address(name: str | None, runs: Path) -> str:
     """Return the operations address of a run. `name` is its gRPC port or its directory, or None for
     the only run.
 
-    Raises NoSuchRun unless exactly one run matches, or if the choice is not clear, and Unreachable
+    Raises ServeError unless exactly one run matches, or if the choice is not clear, and Unreachable
     if no gateway listens for operations.
     """
     if name is not None and not name.isdecimal():
@@ -28,15 +28,15 @@ def run_address(name: str | None, runs: Path) -> str:
         raise Unreachable(f"no run of this user serves operations in {runs}", "unreachable")
     problem = "several runs of this user exist" if name is None else f"no run is on port {name}"
     found = ", ".join(str(path) for path in living)
-    raise NoSuchRun(f"{problem} ({found}): choose one with --run PORT or --run DIRECTORY")
+    raise ServeError(f"{problem} ({found}): choose one with --run PORT or --run DIRECTORY")
 
 
 def _require_no_other_gateway(name: str | None) -> None:
-    """Raise NoSuchRun if no run is named but QUIRE_ADDRESS is set: that gateway may belong to
+    """Raise ServeError if no run is named but QUIRE_ADDRESS is set: that gateway may belong to
     another deployment than the run on this host."""
     gateway = os.environ.get("QUIRE_ADDRESS")
     if gateway and name is None:
-        raise NoSuchRun(
+        raise ServeError(
             f"QUIRE_ADDRESS names {gateway}, where a gateway serves its clients and no operations: "
             "choose a run of this host with --run PORT, or set QUIRE_OPERATIONS_ADDRESS"
         )

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from quire.sockets import listen
 from quire.supervisor.console import Console
-from quire.supervisor.errors import GaveUp
+from quire.supervisor.errors import ServeError
 from quire.supervisor.restart import STEADY_S, Exit, Restarts
 
 PARENT_FD = "QUIRE_PARENT_FD"
@@ -199,7 +199,7 @@ class Child:
         """Keep the service running until `stop`, `kill` or `drain`.
 
         A service that ends by itself starts again, even a worker that was drained: only `drain`
-        makes the run smaller. GaveUp: the service cannot start.
+        makes the run smaller. ServeError: the service cannot start.
         """
         try:
             while not self._stopping.is_set():
@@ -290,7 +290,7 @@ class Child:
         hopeless = bool(ended.status) and self._restarts.hopeless
         self._failure = (ended.last_line or str(ended)) if hopeless else ""
         if self._failure and not self._is_steady():
-            raise GaveUp(f"{self.name} cannot start: {self._failure}")
+            raise ServeError(f"{self.name} cannot start: {self._failure}")
         self._console.note(f"{self.name} ended ({ended}); it starts again")
         try:
             async with asyncio.timeout(delay_s):

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.files import default_name
 from quire.module_command import module_command
-from quire.supervisor.errors import ModelNotFound, ModelUnusable
+from quire.supervisor.errors import ModelNotFound, ServeError
 from quire.supervisor.hub import find_snapshot
 
 DEMO = "demo"
@@ -69,7 +69,7 @@ def with_draft_directory(
 
 
 def check_model(directory: Path) -> None:
-    """Raises ModelUnusable if the services would refuse the model's files. Blocks the thread.
+    """Raises ServeError if the services would refuse the model's files. Blocks the thread.
 
     A separate process, without PyTorch and with limits of time and memory, reads the files. The
     demo model, a file of a pinned package, needs no check.
@@ -82,7 +82,7 @@ def check_model(directory: Path) -> None:
         reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"
         if done.returncode < 0:
             reason = f"{directory}: the check of its files came to its limit of time or memory"
-        raise ModelUnusable(reason.splitlines()[-1].removeprefix("error: "))
+        raise ServeError(reason.splitlines()[-1].removeprefix("error: "))
 
 
 def _is_gguf(path: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.names import name_problem
 from quire.options.flag import flag_of
 from quire.options.worker import WorkerOptions
-from quire.supervisor.errors import WrongModels
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import DEMO, find_model, with_draft_directory
 from quire.supervisor.options import MAX_SERVICES, ServeOptions
 
@@ -38,21 +38,21 @@ class ModelOptions:
 
 
 def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
-    """The models that the options name. Raises ModelNotFound, or WrongModels if they do not fit
+    """The models that the options name. Raises ModelNotFound, or ServeError if they do not fit
     together."""
     if options.models and options.model is not None:
-        raise WrongModels(f"--model {options.model} and {options.models[0]} both name models")
+        raise ServeError(f"--model {options.model} and {options.models[0]} both name models")
     given = [_split(text) for text in options.models or [options.model or DEMO]]
     if options.model_name is not None:
         if len(given) > 1 or given[0][0]:
-            raise WrongModels("--served-model-name is for one MODEL without names of its own")
+            raise ServeError("--served-model-name is for one MODEL without names of its own")
         given = [(options.model_name, given[0][1])]
     models = [_model(names, source, options) for names, source in given]
     _check_names(models)
     models = _with_own_options(models, options)
     for model in models:
         if len(models) > 1 and not any(name in model.settings for name in _MEMORY):
-            raise WrongModels(
+            raise ServeError(
                 f"{model.name}: with several models, each needs the size of its pool: "
                 f"--pool-memory SIZE for each of them, or --set {model.name}.pool_memory=SIZE"
             )
@@ -80,7 +80,7 @@ def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     for each in (name, *others):
         if problem := name_problem(each):
             hint = "" if names else f"; NAME={source} gives another"
-            raise WrongModels(f"{each!r} cannot be the name of a model: it {problem}{hint}")
+            raise ServeError(f"{each!r} cannot be the name of a model: it {problem}{hint}")
     return ModelOptions(
         *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
     )
@@ -98,11 +98,11 @@ def _check_names(models: Sequence[ModelOptions]) -> None:
     names = [name for model in models for name in (model.name, *model.aliases)]
     paths = Counter(model.path for model in models)
     if twice := [path for path, number in paths.items() if number > 1]:
-        raise WrongModels(
+        raise ServeError(
             f"{twice[0]} is given twice; one model may have several names: NAME,ALIAS={twice[0]}"
         )
     if same := [name for name, number in Counter(names).items() if number > 1]:
-        raise WrongModels(f"the name {same[0]!r} is given to two models: NAME=MODEL gives another")
+        raise ServeError(f"the name {same[0]!r} is given to two models: NAME=MODEL gives another")
 
 
 def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list[ModelOptions]:
@@ -114,11 +114,11 @@ def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list
         name, _, option = place.rpartition(".")
         option = option.replace("-", "_")
         if not equals or name not in by_name:
-            raise WrongModels(f"--set {text}: not MODEL.OPTION=VALUE of {', '.join(by_name)}")
+            raise ServeError(f"--set {text}: not MODEL.OPTION=VALUE of {', '.join(by_name)}")
         model = by_name[name]
         if option in ROLES:
             if not value.isdecimal() or int(value) > MAX_SERVICES:
-                raise WrongModels(
+                raise ServeError(
                     f"--set {text}: {value!r} is not a number of workers, at most {MAX_SERVICES}"
                 )
             by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
@@ -126,14 +126,14 @@ def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list
             settings = {**model.settings, option.upper(): _parsed(text, option, value)}
             by_name[name] = replace(model, settings=_with_draft_directory(settings, options))
         else:
-            raise WrongModels(f"--set {text}: {option!r} is no option of one model")
+            raise ServeError(f"--set {text}: {option!r} is no option of one model")
     return list(by_name.values())
 
 
 def _parsed(text: str, option: str, value: str) -> str:
-    """Return the value of an option as its flag reads it. Raises WrongModels if it cannot."""
+    """Return the value of an option as its flag reads it. Raises ServeError if it cannot."""
     parser = flag_of(WorkerOptions.model_fields[option]).parser
     try:
         return value if parser is None else str(parser(value))
     except ValueError as error:
-        raise WrongModels(f"--set {text}: {error}") from error
+        raise ServeError(f"--set {text}: {error}") from error

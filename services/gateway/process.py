@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from starlette.routing import Route
 
 from blockstore.registry import Registry, Role
@@ -20,8 +20,6 @@ from quire.v1.block_manager_pb2 import DrainWorkerRequest
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewaySettings
-from services.gateway.dashboard.feed import Feed
-from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.grpc import service
 from services.gateway.grpc.adapters import SERVICE_NAME as ADAPTERS
@@ -34,13 +32,12 @@ from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.output.output import PAUSE_AFTER_S
 from services.gateway.request.metrics import RequestMetrics
-from services.gateway.scheduling.planner import AutoRoles
+from services.gateway.scheduling.planner import Planner
 from services.gateway.wiring import Wiring, start_gateway, update_health
 from services.runtime import open_files, redis
 from services.runtime.exposition import metrics_endpoint
 from services.runtime.health import Health
 from services.runtime.logging import get_logger
-from services.runtime.metrics import GatewayMetrics
 from services.runtime.metrics_socket import WithServices
 from services.runtime.registry_heartbeat import RegistryHeartbeat
 from services.runtime.rpc.tls import service_tls
@@ -92,9 +89,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, history, routes = _operator_routes(
-            settings, wiring, request_metrics.metrics, relays[0], keyring
+        feed, document, routes = make_dashboard(
+            *(settings.dashboard, wiring, request_metrics.metrics, relays[0]),
+            host=settings.host,
+            keyring=keyring,
         )
+        if wiring.adapters is not None:
+            routes += adapter_routes(wiring.adapters)
         departure = Departure()
         http_port = await listeners.open_http(metrics, routes, http, departure)
         if http_port is None:
@@ -113,9 +114,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
             following = update_health(wiring, (server, operations), heartbeat)
-            works = [heartbeat.keep(), following, history.keep()]
-            if settings.auto_roles:
-                works.append(_auto_roles(settings, wiring, registry, store, relays[0]).follow())
+            gauge = request_metrics.metrics.recommended_workers
+            planner = _planner(settings, wiring, registry, store, gauge, relays[0])
+            works = [heartbeat.keep(), following, document.keep_history(), planner.follow()]
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
@@ -128,22 +129,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()
-
-
-def _operator_routes(
-    settings: GatewaySettings,
-    wiring: Wiring,
-    metrics: GatewayMetrics,
-    block_manager: Relay,
-    keyring: Keyring | None,
-) -> tuple[Feed, History, list[Route]]:
-    """The dashboard's feed and history, and the routes of HTTP that are for operators."""
-    feed, history, routes = make_dashboard(
-        settings.dashboard, wiring, metrics, block_manager, host=settings.host, keyring=keyring
-    )
-    if wiring.adapters is None:
-        return feed, history, routes
-    return feed, history, [*routes, *adapter_routes(wiring.adapters)]
 
 
 async def _retire(
@@ -200,20 +185,24 @@ def _relays(
     return relays
 
 
-def _auto_roles(
+def _planner(
     settings: GatewaySettings,
     wiring: Wiring,
     registry: Registry,
     store: BlockStore,
+    recommended: Gauge,
     block_manager: Relay,
-) -> AutoRoles:
+) -> Planner:
     async def change_role(worker_id: str, role: Role) -> None:
         request = DrainWorkerRequest(worker_id=worker_id, next_role=role)
         await block_manager.send("DrainWorker", request.SerializeToString(), _DRAIN_LIMIT_S)
 
     targets = settings.target_ttft_s, settings.target_inter_token_s
     num_waiting = wiring.dispatcher.num_waiting_for
-    return AutoRoles(wiring.gateway_id, registry, store, num_waiting, targets, change_role)
+    return Planner(
+        *(wiring.gateway_id, registry, store, num_waiting, targets, recommended),
+        change_role if settings.auto_roles else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from blockstore.errors import BlockStoreError
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
 from services.gateway.config import GatewayOptions
@@ -20,7 +19,6 @@ from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.planner import INTERVAL_S, export_plans
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.adapters import GatewayAdapters
 from services.gateway.workers.change_notifier import ChangeNotifier
@@ -143,7 +141,6 @@ async def start_gateway(
         work = {
             "registry": directory.watch(),
             "drain workers": migration.drain_workers(),
-            "plans": _keep_planning(registry, store, options, dispatcher, request_metrics),
         }
         if adapters is not None:
             work["adapters"] = adapters.watch(changes.notify)
@@ -156,21 +153,6 @@ async def start_gateway(
             await dispatcher.close()
             for task in background:
                 task.cancel()
-
-
-async def _keep_planning(
-    registry: Registry,
-    store: BlockStore,
-    options: GatewayOptions,
-    dispatcher: Dispatcher,
-    request_metrics: RequestMetrics,
-) -> NoReturn:
-    targets = options.target_ttft_s, options.target_inter_token_s
-    gauge = request_metrics.metrics.recommended_workers
-    while True:
-        with suppress(BlockStoreError):  # then the last recommendation stays
-            await export_plans(registry, store, dispatcher.num_waiting_for, gauge, *targets)
-        await asyncio.sleep(INTERVAL_S)
 
 
 async def update_health(

@@ -1,7 +1,5 @@
 """header.json: geometry and identity of a pool, for each process that opens its directory."""
 
-import os
-import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -63,12 +61,6 @@ class PoolHeader:
     def write(self, path: Path) -> None:
         path.touch(mode=0o600, exist_ok=False)
         path.write_bytes(self.dump())
-
-    def replace(self, path: Path) -> None:
-        """Write the header in place of an older one, atomically."""
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        self.write(new)
-        os.replace(new, path)
 
     @classmethod
     def read(cls, path: Path) -> "PoolHeader":

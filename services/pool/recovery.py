@@ -19,6 +19,7 @@ from dataclasses import replace
 from blockstore.errors import PoolGone, UnknownPool
 from blockstore.records import Content
 from blockstore.store import BlockStore
+from quire.files import replace_file
 from services.pool.directory import PoolDirectory
 from services.pool.header import BadHeader, PoolHeader
 from services.pool.locks import file_lock, is_held
@@ -43,7 +44,7 @@ class PoolRecovery:
             if await _is_known(store, header):
                 return
             raised = replace(header, run_id=run_id, ledger_epoch=header.ledger_epoch + 1)
-            raised.replace(self._directory.header)
+            replace_file(self._directory.header, raised.dump())
             missing = self._may_be_writing(header)
             await store.drop_pool(raised.pool_id)
             await store.recover_pool(raised.spec, raised.ledger_epoch, missing)

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +24,7 @@ log = get_logger(__name__)
 
 _MAX_CONNECTIONS = 16
 _LIMIT_S = 5.0
-"""How long a connection may be open."""
+"""How long a connection may be silent."""
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
@@ -87,42 +86,35 @@ def _application(registry: CollectorRegistry, health: Health | None) -> "WSGIApp
 
 
 class _QuietHandler(WSGIRequestHandler):
+    timeout = _LIMIT_S
+
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
 
 class _BoundedServer(ThreadingWSGIServer):
     """A server with a thread for each of at most `_MAX_CONNECTIONS` connections. A new connection
-    ends the oldest one, which is idle, because an answer takes milliseconds."""
+    ends what the thread of the oldest one waits for: that one is idle, because an answer takes
+    milliseconds."""
 
     request_queue_size = 128
 
     def __init__(self, *args: Any) -> None:
-        self._ends: dict[socket.socket, float] = {}
-        """When each open connection ends, the oldest first. Threads remove their own."""
+        self._open: dict[socket.socket, None] = {}
+        """The open connections, the oldest first. Threads remove their own."""
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        for oldest in list(self._ends)[: 1 - _MAX_CONNECTIONS]:
-            self._end(oldest)
-        self._ends[request] = time.monotonic() + _LIMIT_S
+        for oldest in list(self._open)[: 1 - _MAX_CONNECTIONS]:
+            self._open.pop(oldest, None)
+            with suppress(OSError):  # it has just ended by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._ends.pop(request, None)
+        self._open.pop(request, None)
         super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called twice a second."""
-        now = time.monotonic()
-        for request in [request for request, end in self._ends.copy().items() if end < now]:
-            self._end(request)
-
-    def _end(self, connection: socket.socket) -> None:
-        """End what its thread waits for; the thread closes it."""
-        self._ends.pop(connection, None)
-        with suppress(OSError):  # it has just ended by itself
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import make_checkpoint
 from kvops.reference import ReferenceKernels
-from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model, find_model
 from quire.supervisor.run_directory import free_port
 from services.runtime.config import load_settings
@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def refused(directory: Path) -> str:
-    with pytest.raises(ModelUnusable) as error:
+    with pytest.raises(ServeError) as error:
         check_model(directory)
     return str(error.value).replace(str(directory), "DIR")
 

@@ -22,7 +22,7 @@ from kvops import int8
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.quantized import stored
-from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model, find_model
 from services.engine.models import load_model
 from services.engine.models.rope import rope_tables
@@ -262,7 +262,7 @@ def test_what_cannot_be_served_is_named(
 ) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, change=change)
-    with pytest.raises(ModelUnusable) as error:
+    with pytest.raises(ServeError) as error:
         check_model(find_model(str(path)).directory)
     assert message in str(error.value)
     assert str(path) in str(error.value) or "chat template" in message

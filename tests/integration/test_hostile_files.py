@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import make_checkpoint
 from quire.files import read_small_file
-from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
 from services.model.checkpoint.reading import read_model_config
@@ -188,7 +188,7 @@ def added(text: str, token_id: int) -> dict[str, Any]:
 def test_a_tokenizer_of_too_much_is_refused_before_any_process_starts(
     tmp_path: Path, edit: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
-    with pytest.raises(ModelUnusable, match=problem):
+    with pytest.raises(ServeError, match=problem):
         check_model(edit_tokenizer(tmp_path / "model", edit))
 
 
@@ -199,7 +199,7 @@ def test_a_check_ends_at_its_limit_of_memory(tmp_path: Path) -> None:
     header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
     path.write_bytes(header + struct.pack("<IIQ", 9, 0, 1 << 30))
     os.truncate(path, (1 << 30) + (1 << 20))
-    with pytest.raises(ModelUnusable, match="to read the checkpoint's files takes more than 2 GiB"):
+    with pytest.raises(ServeError, match="to read the checkpoint's files takes more than 2 GiB"):
         check_model(path)
 
 

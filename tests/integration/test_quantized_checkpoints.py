@@ -14,7 +14,7 @@ import kvops
 from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from services.engine.models import load_model
 from services.engine.weights.checkpoint import load_weights
@@ -181,7 +181,7 @@ def test_a_wrong_tensor_is_named_before_anything_starts(
         if tensor is not None:
             tensors[f"{DOWN}.{name}"] = tensor
 
-    with pytest.raises(ModelUnusable) as error:
+    with pytest.raises(ServeError) as error:
         check_model(corrupted(plain, tmp_path, scheme, change))
     assert message in str(error.value)
 

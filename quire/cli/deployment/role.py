@@ -1,14 +1,13 @@
 """`quire role`: lets a worker take the other role."""
 
 import json
-import time
 from typing import Annotated
 
 from typer import Argument, BadParameter
 
-from quire.cli.deployment.drain import POLL_S, find_worker
+from quire.cli.deployment.drain import find_worker
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
-from quire.errors import DeadlineExceeded, Unavailable
+from quire.errors import Unavailable
 
 
 def role(
@@ -28,17 +27,16 @@ def role(
         num_running = client.change_role(found.worker_id, role)
         if not as_json:
             print(f"{found.name} becomes a {role} worker; it still runs {num_running} requests")
-        give_up_at = time.monotonic() + until.timeout
-        while until.wait:
+
+        def missing() -> str:
             here = [one for one in client.workers() if one.worker_id == found.worker_id]
             if not here:
                 raise Unavailable(f"{found.name} has ended; it starts again as it was", "no_worker")
-            if (here[0].role, here[0].state) == (role, "serving"):
-                break
-            if time.monotonic() > give_up_at:
-                text = f"{found.name} is not a {role} worker after {until.timeout:g} s"
-                raise DeadlineExceeded(text, "timeout")
-            time.sleep(POLL_S)
+            serves = (here[0].role, here[0].state) == (role, "serving")
+            return "" if serves else f"{found.name} is not a {role} worker"
+
+        if until.wait:
+            until.until_done(missing)
     if as_json:
         print(json.dumps({"num_running": num_running, "serves": until.wait}))
     elif until.wait:

@@ -1,15 +1,13 @@
 """`quire scale`: starts workers of a `quire serve`, or drains some."""
 
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
-from quire.cli.deployment.drain import POLL_S
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
-from quire.errors import DeadlineExceeded, Unavailable
+from quire.errors import Unavailable
 from quire.types import Scaled
 from quire.worker_names import role_of
 
@@ -37,7 +35,7 @@ def scale(
         if not as_json:
             print_change(scaled)
         if until.wait:
-            _wait_until_scaled(client, wanted, model, until.timeout)
+            until.until_done(lambda: _missing(client, wanted, model))
         if as_json:
             print_json([scaled])
         elif until.wait or not (scaled.starting or scaled.leaving or scaled.changing):
@@ -59,28 +57,19 @@ def _number_of_workers(text: str) -> tuple[str, int]:
     return role, int(number)
 
 
-def _wait_until_scaled(
-    client: "Client", wanted: dict[str, int], model: str, timeout_s: float
-) -> None:
-    """Wait until exactly the wanted workers are registered and all of them serve.
-
-    Raises Unavailable if a worker fails to start again and again, and DeadlineExceeded after
-    `timeout_s`.
-    """
-    give_up_at = time.monotonic() + timeout_s
-    while True:
-        workers = [
-            worker
-            for worker in client.workers()
-            if worker.role in wanted and model in ("", worker.model)
-        ]
-        numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
-        if numbers == wanted and all(worker.state == "serving" for worker in workers):
-            return
-        for name, reason in client.scale(model=model).failing.items():
-            if role_of(name) in wanted:
-                text = f"{name} does not start: {reason} (it is started again and again)"
-                raise Unavailable(text, "worker_does_not_start")
-        if time.monotonic() > give_up_at:
-            raise DeadlineExceeded(f"after {timeout_s:g} s there are {numbers}", "timeout")
-        time.sleep(POLL_S)
+def _missing(client: "Client", wanted: dict[str, int], model: str) -> str:
+    """The numbers of workers that are there, unless exactly the wanted ones are registered and all
+    of them serve. Raises Unavailable if a worker fails to start again and again."""
+    workers = [
+        worker
+        for worker in client.workers()
+        if worker.role in wanted and model in ("", worker.model)
+    ]
+    numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
+    if numbers == wanted and all(worker.state == "serving" for worker in workers):
+        return ""
+    for name, reason in client.scale(model=model).failing.items():
+        if role_of(name) in wanted:
+            text = f"{name} does not start: {reason} (it is started again and again)"
+            raise Unavailable(text, "worker_does_not_start")
+    return f"there are {numbers}"

@@ -1,14 +1,15 @@
 """The document that the dashboard shows: this gateway's requests and latencies, all workers and
 pools. It has no text of a prompt or an answer."""
 
+import asyncio
 import time
+from collections import deque
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway.dashboard.block_maps import BlockMaps
-from services.gateway.dashboard.history import History
 from services.gateway.request.events import Phase
 from services.gateway.request.records import Record, Records, record_of
 from services.gateway.request.request import Request
@@ -21,6 +22,8 @@ from services.runtime.metrics import GatewayMetrics
 MAX_RUNNING = 100
 MAX_RECENT = 40
 _MAX_ID_CHARS = 64
+_SAMPLE_INTERVAL_S = 5.0
+_NUM_SAMPLES = 120
 _LOST_S = 60.0
 """How long a worker that is gone is still listed, as lost."""
 
@@ -45,8 +48,14 @@ class DashboardDocument:
         self._metrics = metrics
         self._records = records
         self._block_maps = block_maps
-        self.history = History(self._sample)
+        self._history: deque[list[float]] = deque(maxlen=_NUM_SAMPLES)
+        """Samples of the last ten minutes, for a page that opens only now."""
         self._seen_workers: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    async def keep_history(self) -> NoReturn:
+        while True:
+            self._history.append(self._sample())
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     async def build(self) -> dict[str, Any]:
         """At most MAX_RUNNING + MAX_RECENT requests, however many there are."""
@@ -73,7 +82,7 @@ class DashboardDocument:
             "preemptions": _total(self._metrics.num_preemptions),
             "moves": _total(self._metrics.num_moves),
             "failures": self._failures(),
-            "history": list(self.history.samples),
+            "history": list(self._history),
         }
 
     async def _pools(self) -> dict[str, Any]:
@@ -114,7 +123,7 @@ class DashboardDocument:
         """First those that run: a long queue hides none of them."""
         in_order = sorted(
             self._dispatcher.requests,
-            key=lambda each: (each.timeline.phase is Phase.WAITING, each.position.order),
+            key=lambda each: (each.timeline.phase is Phase.WAITING, each.order),
         )
         running = (record_of(each) for each in islice(in_order, MAX_RUNNING))
         ended = (each for each in self._records if each.stats)

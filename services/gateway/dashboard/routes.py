@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import NoReturn
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from services.gateway.access.caller import LOCAL_OPERATOR, bind_caller, require_operator
 from services.gateway.access.keyring import Keyring
@@ -15,9 +15,8 @@ from services.gateway.access.local_only import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument
 from services.gateway.dashboard.feed import Feed
-from services.gateway.dashboard.history import History
 from services.gateway.grpc.relay import Relay
-from services.gateway.http.answering.sending import Json, unless_disconnected
+from services.gateway.http.answering.sending import EventStream, Json
 from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.identity import client_id
 from services.gateway.scheduling.explainer import Explainer
@@ -53,10 +52,10 @@ def make_dashboard(
     *,
     host: str,
     keyring: Keyring | None,
-) -> tuple[Feed, History, list[Route]]:
-    """Return the feed, the history to keep, and the dashboard's routes, which are empty if the
-    dashboard is off. `host` is the address on which the gateway listens. `keyring` is None if API
-    keys are off; with API keys, the dashboard needs the key of an operator."""
+) -> tuple[Feed, DashboardDocument, list[Route]]:
+    """Return the feed, the document whose history to keep, and the dashboard's routes, which are
+    empty if the dashboard is off. `host` is the address on which the gateway listens. `keyring` is
+    None if API keys are off; with API keys, the dashboard needs the key of an operator."""
 
     def requests() -> dict[str, str]:
         running = wiring.dispatcher.requests
@@ -76,7 +75,7 @@ def make_dashboard(
     )
     feed = Feed(document.build)
     routes = DashboardRoutes(feed, block_maps, wiring.explainer, check).routes()
-    return feed, document.history, [] if setting == "off" else routes
+    return feed, document, [] if setting == "off" else routes
 
 
 class DashboardRoutes:
@@ -119,7 +118,7 @@ class DashboardRoutes:
 
     async def _events(self, request: Request) -> Response:
         self._check(request)
-        return _FeedStream(self._checked_events(request))
+        return EventStream(self._checked_events(request), _cut_off, ping_s=0, is_named=True)
 
     async def _checked_events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the feed's events until the request's key is revoked or loses the role operator."""
@@ -151,25 +150,6 @@ class DashboardRoutes:
         return Json({})
 
 
-class _FeedStream(Response):
-    """Sends encoded events. A slow viewer's connection holds up this response, and the feed skips
-    updates meanwhile."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = await anext(events, b"")  # its error sets the answer's status
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+def _cut_off(error: Exception) -> NoReturn:
+    """End the feed's connection: the page connects again."""
+    raise error

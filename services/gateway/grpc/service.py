@@ -222,10 +222,7 @@ def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
     )
 
 
-def _candidate(candidate: Candidate) -> logprobs_pb2.Candidate:
+def _candidate(one: Candidate) -> logprobs_pb2.Candidate:
     return logprobs_pb2.Candidate(
-        token_id=candidate.token_id,
-        logprob=candidate.logprob,
-        rank=candidate.rank,
-        token=candidate.token,
+        token_id=one.token_id, logprob=one.logprob, rank=one.rank, token=one.token
     )

@@ -51,7 +51,7 @@ class Record:
     stats: RequestStats | None = None
     """None if the request was refused before it was queued."""
     order: int = 0
-    """See `QueuePosition`."""
+    """See `queue_order`."""
     model: str = ""
     num_sequences: int = 1
     root: Root | None = None
@@ -103,7 +103,7 @@ def record_of(request: Request, outcome: str = "", reason: str = "", hashes: byt
         (caller.key, caller.host),
         request.timeline,
         request.output.stats,
-        request.position.order,
+        request.order,
         request.model,
         request.num_sequences_asked or 1,
         None if placed is None else Root(hash(request.cache_salt), adapter, *placed.home),

@@ -35,7 +35,6 @@ from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.events import Holders, Phase, SetBack
 from services.gateway.request.pulling import Pull, Pulling
-from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.reading import Reading
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
@@ -103,10 +102,8 @@ class Request:
     output: Output = field(init=False)
     """The deltas for the client of the present call, and the tokens that it has received."""
 
-    def begin(
-        self, host: RequestHost, position: QueuePosition, read_window_s: float = 10.0
-    ) -> None:
-        """Enter the order of service."""
+    def begin(self, host: RequestHost, order: int, read_window_s: float = 10.0) -> None:
+        """Enter the order of service at `order` (`queue_order`)."""
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         self._host = host
         self.status = RequestStatus.QUEUED
@@ -117,7 +114,7 @@ class Request:
         self.moved_at = -math.inf
         self.move_cause = ""
         """Why the request moves to the worker of `attempt.target`."""
-        self.tickets = Tickets(self, position)
+        self.tickets = Tickets(self, order)
         self.crash_attribution = CrashAttribution()
         self.timeline = Timeline(self.trace, self.clock() - self.output.stats.arrived_at)
         self.pulling = Pulling(host.pull)
@@ -184,18 +181,8 @@ class Request:
         return self.status is RequestStatus.DECODING
 
     @property
-    def position(self) -> QueuePosition:
-        return self.tickets.position
-
-    @property
-    def client_name(self) -> str:
-        """Among whom the queue is shared."""
-        return self.asked.caller.client
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a worker has had the request."""
-        return self.started_at is not None
+    def order(self) -> int:
+        return self.tickets.order
 
     @property
     def num_sequences(self) -> int:

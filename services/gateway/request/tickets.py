@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockstore.records import PrefixHash
-from services.gateway.request.queue_position import QueuePosition
 from services.protocol.messages import Generated
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
 
@@ -47,8 +46,8 @@ class Tickets:
     steps that a lost worker has made since then are repeated, with the same result.
     """
 
-    def __init__(self, request: "Request", position: QueuePosition) -> None:
-        self.position = position
+    def __init__(self, request: "Request", order: int) -> None:
+        self.order = order
         self._request = request
         self._submitted: Ticket | None = None
         self._search: TicketState | None = None
@@ -77,7 +76,7 @@ class Tickets:
         if request.sampling.beam is not None or not sequences:  # of a search, or of an embedding
             sequences = (TicketSequence(0),) if search is None else search.sequences
         self._submitted = replace(
-            new_ticket(request, attempt, self.position.order, pool_id, root_hash, sequences),
+            new_ticket(request, attempt, self.order, pool_id, root_hash, sequences),
             num_cached_tokens=request.output.stats.num_cached_tokens,
             timeout_ms=request.timeout_ms(),
             traceparent=request.traceparent,
@@ -96,7 +95,7 @@ class Tickets:
         return replace(
             detached,
             attempt=attempt,
-            order=self.position.order,
+            order=self.order,
             timeout_ms=self._request.timeout_ms(),
             traceparent=self._request.traceparent,
             sequences=sequences,
@@ -105,7 +104,7 @@ class Tickets:
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
         """Take over the ticket of another gateway, with its queue position. Returns the ticket's
         tokens that the client has not received."""
-        self._submitted, self.position = ticket, QueuePosition.of(ticket.order)
+        self._submitted, self.order = ticket, ticket.order
         self.save_search(ticket.state)
         if ticket.beams is not None:
             return ()

@@ -16,7 +16,6 @@ from services.gateway.identity import client_id
 from services.gateway.request import worker_events
 from services.gateway.request.events import MAX_LISTED, Holders
 from services.gateway.request.pulling import Pull, no_pull
-from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
 from services.gateway.request.resuming import adopt, resume
 from services.gateway.request.status import RequestStatus
@@ -30,6 +29,7 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
+from services.protocol.ticket import queue_order
 from services.runtime.errors import Draining, DuplicateRequest, QueueFull
 
 _STOPPING = "the gateway is stopping; try again"
@@ -181,11 +181,11 @@ class Dispatcher:
         if (running := self._requests.get(request.id)) is not None:
             resume(running, request)
             return running
-        position = QueuePosition(request.asked.priority, await self._registry.next_arrival())
+        order = queue_order(request.asked.priority, await self._registry.next_arrival())
         found = await self._find_parked(request) if resumes else None
         if self._closed:
             raise Draining(_STOPPING)
-        request.begin(self, position, self._options.read_window_s)
+        request.begin(self, order, self._options.read_window_s)
         request.timeline.num_queued = self.num_waiting_for(request.model)
         self._requests[request.id] = request
         if found is not None:
@@ -208,7 +208,8 @@ class Dispatcher:
     def on_queued(self, request: Request) -> None:
         model_queue = self.model_queue(request.model)
         if not request.is_paused:
-            model_queue.waiting.add(request)
+            client, has_run = request.asked.caller.client, request.started_at is not None
+            model_queue.waiting.add(request, request.order, client, has_run=has_run)
         self._changes.notify()
 
     def on_closed(self, request: Request, error: Exception | None) -> None:

@@ -77,7 +77,7 @@ class Migration:
     async def _move_all_from(self, source: Worker, pool: tuple[Worker, ...]) -> None:
         moves = []
         movable = self._movable_requests(source)
-        for request in sorted(movable, key=lambda request: request.position.order):
+        for request in sorted(movable, key=lambda request: request.order):
             if target := _worker_with_most_free_slots(pool, request.num_sequences):
                 cause = f"because {worker_name(source.id)} drains"
                 moves.append((request, reserve_target(request, target, cause)))
@@ -117,7 +117,7 @@ class Migration:
             each for each in self._movable_requests(source) if now - each.moved_at >= MIN_STAY_S
         ]
         moves = []
-        for request in sorted(stayed, key=lambda request: -request.position.order):
+        for request in sorted(stayed, key=lambda request: -request.order):
             num_sequences = request.num_sequences
             if num_sequences > num_to_move:
                 continue

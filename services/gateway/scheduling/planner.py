@@ -4,6 +4,7 @@ workers that change their role."""
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -16,8 +17,8 @@ from quire.planning import RolePlan, held_share, plan_decode, plan_prefill
 from services.runtime.errors import QuireError
 from services.runtime.logging import get_logger
 
-INTERVAL_S = 5.0
-_ROLES_INTERVAL_S = 2.0
+_INTERVAL_S, _ROLES_INTERVAL_S = 5.0, 2.0
+"""The time from one plan to the next: the second if workers change their roles."""
 
 log = get_logger(__name__)
 
@@ -72,27 +73,14 @@ async def make_plans(
     return plans
 
 
-async def export_plans(
-    registry: Registry,
-    store: BlockStore,
-    num_waiting: Callable[[str], int],
-    recommended: Gauge,
-    ttft_s: float,
-    inter_token_s: float,
-) -> None:
-    """Export the plans of `make_plans`. Raises BlockStoreError; the last recommendation stays
-    then."""
-    targets = ttft_s, inter_token_s
-    plans = await make_plans(await registry.members(), store, num_waiting, *targets)
-    for name, plan in plans.items():
-        for role, of_role in plan.roles.items():
-            recommended.labels(name, role).set(of_role.recommended)
+class Planner:
+    """Exports as `recommended` how many workers of each role the load of each model needs, and lets
+    workers change their role if there is `change_role`: it tells a worker, and raises QuireError if
+    that refuses.
 
-
-class AutoRoles:
-    """Lets workers change their role as the load asks. A model changes one worker at a time, and
-    only if two plans in a row ask for the same role. `change_role` tells a worker, and raises
-    QuireError if it refuses. Of several gateways, the one with the first id acts."""
+    A model changes one worker at a time, and only if two plans in a row ask for the same role. Of
+    several gateways, the one with the first id acts.
+    """
 
     def __init__(
         self,
@@ -101,42 +89,51 @@ class AutoRoles:
         store: BlockStore,
         num_waiting: Callable[[str], int],
         targets: tuple[float, float],
-        change_role: Callable[[str, Role], Awaitable[None]],
+        recommended: Gauge,
+        change_role: Callable[[str, Role], Awaitable[None]] | None = None,
     ) -> None:
         self._gateway_id = gateway_id
         self._registry = registry
         self._planning = store, num_waiting, *targets
+        self._recommended = recommended
         self._change_role = change_role
         self._wanted: dict[str, Role] = {}
 
     async def follow(self) -> NoReturn:
+        """Plan again and again. While the store does not answer, the last plan stays."""
         while True:
-            await asyncio.sleep(_ROLES_INTERVAL_S)
-            try:
+            with suppress(BlockStoreError):
                 await self.plan()
-            except (QuireError, BlockStoreError) as error:
-                log.warning("role_not_changed", reason=str(error))
+            await asyncio.sleep(_INTERVAL_S if self._change_role is None else _ROLES_INTERVAL_S)
 
     async def plan(self) -> None:
-        """Make a plan, and follow it if it repeats the last one."""
+        """Make a plan and export it; change a role if the plan before asked for it too. Raises
+        BlockStoreError."""
         members = await self._registry.members()
+        plans = await make_plans(members, *self._planning)
+        for name, plan in plans.items():
+            for role, of_role in plan.roles.items():
+                self._recommended.labels(name, role).set(of_role.recommended)
         gateways = [m.member_id for m in members if (m.role, m.state) == ("gateway", "serving")]
         before, self._wanted = self._wanted, {}
         if self._gateway_id != min(gateways, default=self._gateway_id):
             return
-        for name, plan in (await make_plans(members, *self._planning)).items():
+        for name, plan in plans.items():
             if any((m.model, m.state) == (name, "draining") for m in members):
                 continue  # the last change is not over
             if (change := plan.change()) is None:
                 continue
             worker, role = change
-            if before.get(name) != role:
+            if before.get(name) == role:
+                await self._change(worker.member_id, role, plan.roles[role].reason)
+            else:
                 self._wanted[name] = role
-                continue
-            log.info(
-                "role_planned",
-                worker_id=worker.member_id,
-                role=role,
-                reason=plan.roles[role].reason,
-            )
-            await self._change_role(worker.member_id, role)
+
+    async def _change(self, worker_id: str, role: Role, reason: str) -> None:
+        if self._change_role is None:
+            return
+        log.info("role_planned", worker_id=worker_id, role=role, reason=reason)
+        try:
+            await self._change_role(worker_id, role)
+        except QuireError as error:
+            log.warning("role_not_changed", reason=str(error))

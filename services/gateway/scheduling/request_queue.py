@@ -9,79 +9,64 @@ of this gateway alone: they let clients share the head of the queue, however man
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from services.gateway.request.queue_position import QueuePosition
+from services.protocol.ticket import parts_of_order
 
+R = TypeVar("R")
 
-class Waiting(Hashable, Protocol):
-    """A request that waits."""
-
-    @property
-    def position(self) -> QueuePosition: ...
-
-    @property
-    def client_name(self) -> str:
-        """The client with which the request takes turns."""
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the request was requeued: its client had its turn."""
-
-
-W = TypeVar("W", bound=Waiting)
-
-_Entry = tuple[int, int, W]
+_Entry = tuple[int, int, R]
 """Of a request: its order, a number that tells equal orders apart, and the request."""
 
 
-class RequestQueue(Generic[W]):
+class RequestQueue(Generic[R]):
     """For each priority a ring of clients, each with a list of its requests by order. The client at
     the front of a ring has its turn; a request that leaves sends its client to the back."""
 
     def __init__(self) -> None:
-        self._rings: dict[int, dict[str | None, list[_Entry[W]]]] = {}
+        self._rings: dict[int, dict[str | None, list[_Entry[R]]]] = {}
         """The client None stands for all requests that have run."""
-        self._places: dict[W, tuple[str | None, _Entry[W]]] = {}
-        """The client and the entry under which each request waits."""
+        self._places: dict[R, tuple[str, str | None, _Entry[R]]] = {}
+        """Of each request its client, and the client and the entry under which it waits."""
         self._num_entries = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __contains__(self, request: W) -> bool:
+    def __contains__(self, request: R) -> bool:
         return request in self._places
 
-    def num_of(self, client_name: str) -> int:
+    def num_of(self, client: str) -> int:
         """The number of a client's waiting requests."""
-        return sum(request.client_name == client_name for request in self._places)
+        return sum(one == client for one, _, _ in self._places.values())
 
-    def add(self, request: W) -> None:
-        """Add a request; does nothing if it waits already."""
+    def add(self, request: R, order: int, client: str, *, has_run: bool = False) -> None:
+        """Add a request; does nothing if it waits already. Its client has had its turn if the
+        request `has_run`."""
         if request in self._places:
             return
         self._num_entries += 1
-        position = request.position
-        client = None if request.has_run else request.client_name
-        entry = position.order, self._num_entries, request
-        self._places[request] = client, entry
-        insort(self._rings.setdefault(position.priority, {}).setdefault(client, []), entry)
+        entry = order, self._num_entries, request
+        turn = None if has_run else client
+        self._places[request] = client, turn, entry
+        priority, _ = parts_of_order(order)
+        insort(self._rings.setdefault(priority, {}).setdefault(turn, []), entry)
 
-    def remove(self, request: W) -> None:
+    def remove(self, request: R) -> None:
         """Remove a request; does nothing if it does not wait."""
         if request not in self._places:
             return
-        client, entry = self._places.pop(request)
-        ring = self._rings[request.position.priority]
-        entries = ring.pop(client)
+        _, turn, entry = self._places.pop(request)
+        priority, _ = parts_of_order(entry[0])
+        ring = self._rings[priority]
+        entries = ring.pop(turn)
         del entries[bisect_left(entries, entry)]
         if entries:
-            ring[client] = entries
+            ring[turn] = entries
         elif not ring:
-            del self._rings[request.position.priority]
+            del self._rings[priority]
 
-    def first(self) -> W | None:
+    def first(self) -> R | None:
         """The request that is next, which stays in the queue; None: the queue is empty."""
         if not self._rings:
             return None

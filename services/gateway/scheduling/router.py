@@ -14,16 +14,15 @@ See ADR 30.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from blockstore.errors import StoreUnavailable, UnknownPool
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.records import PoolSpec, PrefixHash
 from blockstore.store import BlockStore
 from services.gateway.request.events import MAX_LISTED, Placed, PrefillOption, Slots
+from services.gateway.request.request import Request
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.ticket import Adapter
 
 _LONG_PROMPT_TOKENS = 8192
 """Prompts of at least this many tokens are hashed in a thread: hashing takes milliseconds."""
@@ -72,19 +71,6 @@ class _Seen:
     num_free: int = 0
 
 
-class Prefixed(Protocol):
-    """A request, as far as its prefix hashes depend on it."""
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def cache_salt(self) -> str: ...
-
-    @property
-    def adapter(self) -> Adapter | None: ...
-
-
 class Router:
     """Compares pools by what a request costs there, and by their free blocks. `bandwidth` is None
     without movers."""
@@ -96,7 +82,7 @@ class Router:
         self._secret = secret
         self._bandwidth = bandwidth or (lambda source, target: 0.0)
 
-    def root(self, spec: PoolSpec, request: Prefixed) -> PrefixHash:
+    def root(self, spec: PoolSpec, request: Request) -> PrefixHash:
         """The root of all prefix hashes of a pool with the request's salt and adapter."""
         adapter = "" if request.adapter is None else request.adapter.digest
         return root_hash(spec.fingerprint, self._secret, request.cache_salt, adapter)
@@ -106,7 +92,7 @@ class Router:
 
     async def routes(
         self,
-        request: Prefixed,
+        request: Request,
         pools: Sequence[Pool],
         prefill_pools: Sequence[Pool] | None = None,
         may_pull: bool = True,
@@ -186,7 +172,7 @@ class Router:
         bandwidth = self._bandwidth(source_pool_id, target.pool_id)
         return _PULL_S + num_blocks * target.block_bytes / bandwidth
 
-    async def _look(self, request: Prefixed, pool: Pool, compare: bool) -> _Seen:
+    async def _look(self, request: Request, pool: Pool, compare: bool) -> _Seen:
         spec, prompt = pool.spec, request.prompt_token_ids
         root = self.root(spec, request)
         if not compare and len(pool.prefill) == 1:

@@ -18,7 +18,7 @@ from quire.cli.state.top import TopFlags, read_document, render
 from quire.v1 import block_manager_pb2 as pb
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
-from services.gateway.dashboard.history import History
+from services.gateway.dashboard.document import DashboardDocument
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.http.app import create_app
 from services.gateway.http.middleware.authentication import PAGE
@@ -62,9 +62,9 @@ class FakeBlockManager:
 
 class Page:
     def __init__(
-        self, http: httpx.AsyncClient, manager: FakeBlockManager, history: History
+        self, http: httpx.AsyncClient, manager: FakeBlockManager, document: DashboardDocument
     ) -> None:
-        self.http, self.manager, self.history = http, manager, history
+        self.http, self.manager, self.of_gateway = http, manager, document
         self.bytes = b""
 
     async def documents(self) -> AsyncIterator[dict[str, Any]]:
@@ -101,14 +101,14 @@ async def dashboard(
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    feed, history, routes = make_dashboard(
+    feed, document, routes = make_dashboard(
         *(setting, harness.assembly, metrics, manager), host="127.0.0.1", keyring=keys
     )
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
-            yield Page(http, manager, history)
+            yield Page(http, manager, document)
         feed.close()
 
 
@@ -188,7 +188,7 @@ async def test_errors_and_the_last_minutes_are_shown(make_harness: Any) -> None:
         await Call(harness.gateway, asked("r1", 8)).result()
         with pytest.raises(PromptTooLong):
             await Call(harness.gateway, asked("r2", 8, prompt=(1,) * 100_000)).result()
-        keeping = asyncio.create_task(page.history.keep())
+        keeping = asyncio.create_task(page.of_gateway.keep_history())
         document = await page.until(lambda now: bool(now["history"]))
         keeping.cancel()
     assert document["failures"] == {"context_length_exceeded": 1}

@@ -35,7 +35,7 @@ def test_help_names_every_flag_in_full(command: str, capsys: Any) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"Usage: quire {command}")
-    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    parameters = typer.main.get_command(app).get_command(None, command).params  # type: ignore[attr-defined]
     flags = {name for each in parameters for name in each.opts if name.startswith("--")}
     assert not {flag for flag in flags if f"{flag} " not in shown and f"{flag}\n" not in shown}
     assert "…" not in shown

@@ -12,7 +12,7 @@ from quire.cli import main
 from quire.cli.runs import run_address
 from quire.errors import Unreachable
 from quire.sockets import living_sockets, operations_socket, remove_dead_sockets
-from quire.supervisor.errors import NoSuchRun
+from quire.supervisor.errors import ServeError
 
 
 class Runs:
@@ -59,7 +59,7 @@ def test_the_only_run_needs_no_name(runs: Runs) -> None:
 
 def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs) -> None:
     one, two = runs.add("50051-aaaaaaaa"), runs.add("5005-bbbbbbbb")
-    with pytest.raises(NoSuchRun) as told:
+    with pytest.raises(ServeError) as told:
         run_address(None, runs.root)
     assert str(told.value) == (
         f"several runs of this user exist ({two}, {one}): choose one with --run PORT or --run "
@@ -67,7 +67,7 @@ def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs
     )
     assert run_address("5005", runs.root) == address(two)
     assert run_address(str(one), runs.root) == address(one)
-    with pytest.raises(NoSuchRun, match="no run is on port 50052"):
+    with pytest.raises(ServeError, match="no run is on port 50052"):
         run_address("50052", runs.root)
 
 
@@ -84,7 +84,7 @@ def test_a_named_gateway_is_never_replaced_by_another_run(
 ) -> None:
     run = runs.add("50051-aaaaaaaa")
     monkeypatch.setenv("QUIRE_ADDRESS", "elsewhere:50051")
-    with pytest.raises(NoSuchRun, match="QUIRE_ADDRESS names elsewhere:50051"):
+    with pytest.raises(ServeError, match="QUIRE_ADDRESS names elsewhere:50051"):
         run_address(None, runs.root)
     assert run_address("50051", runs.root) == address(run)
 

@@ -10,7 +10,7 @@ from quire.cli import main
 from quire.options.flag import flag_name
 from quire.options.gateway import GatewayOptions
 from quire.options.worker import WorkerOptions
-from quire.supervisor.errors import WrongModels
+from quire.supervisor.errors import ServeError
 from quire.supervisor.models import find_models
 from quire.supervisor.options import ServeOptions
 from tests.hub_cache import cached, use_empty_cache
@@ -135,7 +135,7 @@ def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
     assert small.settings == {"POOL_MEMORY": "1GiB", "KV_DTYPE": "int8"}
     assert (big.path, big.settings) == (Path(large), {"POOL_MEMORY": "4GiB"})
     assert [(m.num_prefill, m.num_decode) for m in (small, big)] == [(2, 1), (2, 3)]
-    with pytest.raises(WrongModels, match=f"'m=1' cannot be .* equals sign; NAME={large} gives"):
+    with pytest.raises(ServeError, match=f"'m=1' cannot be .* equals sign; NAME={large} gives"):
         find_models(ServeOptions(models=[large]))
     (named,) = find_models(ServeOptions(model=large, model_name="a,b c"))
     assert (named.name, named.path, named.aliases) == ("a", Path(large), ("b c",))

@@ -8,27 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstore.memory_registry import MemoryRegistry
-from services.gateway.request.queue_position import QueuePosition
 from services.gateway.scheduling.request_queue import RequestQueue
-from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order
+from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order, queue_order
 from tests.clock import Clock
 
 
 @dataclass(frozen=True, eq=False)
 class QueuedRequest:
-    position: QueuePosition
-    client_name: str = ""
+    priority: int
+    arrival: int
+    client: str = ""
     has_run: bool = False
 
 
 def queued(arrival: int, priority: int = 0) -> QueuedRequest:
-    return QueuedRequest(QueuePosition(priority, arrival))
+    return QueuedRequest(priority, arrival)
+
+
+def add(line: RequestQueue[QueuedRequest], one: QueuedRequest) -> None:
+    line.add(one, queue_order(one.priority, one.arrival), one.client, has_run=one.has_run)
 
 
 def line_of(*waiting: QueuedRequest) -> RequestQueue[QueuedRequest]:
     line = RequestQueue[QueuedRequest]()
     for one in waiting:
-        line.add(one)
+        add(line, one)
     return line
 
 
@@ -36,7 +40,7 @@ def drained(line: RequestQueue[QueuedRequest]) -> list[int]:
     """Arrivals in the order of service."""
     served = []
     while (first := line.first()) is not None:
-        served.append(first.position.arrival)
+        served.append(first.arrival)
         line.remove(first)
     return served
 
@@ -49,20 +53,20 @@ def test_lower_priority_first_then_arrival() -> None:
 def test_a_request_that_comes_back_stands_where_it_stood() -> None:
     line = RequestQueue[QueuedRequest]()
     early, late = queued(1), queued(2)
-    line.add(late)
-    line.add(early)
+    add(line, late)
+    add(line, early)
     assert line.first() is early
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
     line = RequestQueue[QueuedRequest]()
     one, two = queued(1), queued(2)
-    line.add(one)
-    line.add(two)
+    add(line, one)
+    add(line, two)
     line.remove(one)
     line.remove(one)
     assert (len(line), one in line, line.first()) == (1, False, two)
-    line.add(one)
+    add(line, one)
     assert drained(line) == [1, 2]
     assert len(line) == 0
 
@@ -95,11 +99,11 @@ PRIORITY = st.sampled_from(PRIORITIES)
 def test_an_order_names_one_priority_and_arrival(
     arrival: int, priority: int, another_arrival: int, another: int
 ) -> None:
-    order = QueuePosition(priority, arrival).order
+    order = queue_order(priority, arrival)
     assert 0 <= order < 2**52
     assert parts_of_order(order) == (priority, arrival)
     if arrival != another_arrival:
-        assert order != QueuePosition(another, another_arrival).order
+        assert order != queue_order(another, another_arrival)
 
 
 async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_minute() -> None:
@@ -109,7 +113,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     registry, line = MemoryRegistry(clock), RequestQueue[QueuedRequest]()
 
     async def comes(priority: int) -> None:
-        line.add(queued(await registry.next_arrival(), priority))
+        add(line, queued(await registry.next_arrival(), priority))
 
     for priority in [-128] * 1152 + [0] * 5:
         clock.now_s += 0.001
@@ -120,7 +124,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
         assert first is not None
         line.remove(first)
         clock.now_s += 0.1
-        if first.position.priority == 0:
+        if first.priority == 0:
             waited_s.append(clock.now_s - began_s)
         await comes(-128)
     assert len(waited_s) == 5, "starved for an hour"
@@ -137,7 +141,7 @@ def test_a_queue_empties_whatever_is_in_it(
 ) -> None:
     """Each request is first once, those of one client and class in the order of their arrival."""
     waiting = [
-        QueuedRequest(QueuePosition(priority, arrival), client, has_run)
+        QueuedRequest(priority, arrival, client, has_run)
         for arrival, (client, priority, has_run) in enumerate(requests)
     ]
     served = drained(line_of(*waiting))
@@ -149,10 +153,7 @@ def test_a_queue_empties_whatever_is_in_it(
 
 def of_clients(clients: str, *, priority: int = 0) -> list[QueuedRequest]:
     """One request for each letter, in the order of their arrival."""
-    return [
-        QueuedRequest(QueuePosition(priority, arrival), client)
-        for arrival, client in enumerate(clients)
-    ]
+    return [QueuedRequest(priority, arrival, client) for arrival, client in enumerate(clients)]
 
 
 def test_clients_take_turns_at_the_head_of_the_queue() -> None:
@@ -165,21 +166,21 @@ def test_a_client_that_comes_has_its_turn_after_those_that_wait() -> None:
     """So clients without end do not keep a request that needs many slots from its turn."""
     line = line_of(*of_clients("aab"))
     first = line.first()
-    line.add(QueuedRequest(QueuePosition(0, 9), "c"))
+    add(line, QueuedRequest(0, 9, "c"))
     assert line.first() is first
     assert drained(line) == [0, 2, 9, 1]
 
 
 def test_turns_are_within_a_class() -> None:
     """An urgent request of a client with many requests goes before default ones of others."""
-    urgent = [QueuedRequest(QueuePosition(-1, 10 + number), "a") for number in range(3)]
+    urgent = [QueuedRequest(-1, 10 + number, "a") for number in range(3)]
     assert drained(line_of(*of_clients("ab"), *urgent)) == [10, 11, 12, 0, 1]
 
 
 def test_a_request_that_has_run_goes_before_new_ones_of_its_class() -> None:
     """Its client had its turn, and may have older requests that wait."""
-    requeued = [QueuedRequest(QueuePosition(0, arrival), "a", has_run=True) for arrival in (8, 7)]
-    urgent = QueuedRequest(QueuePosition(-1, 9), "b")
+    requeued = [QueuedRequest(0, arrival, "a", has_run=True) for arrival in (8, 7)]
+    urgent = QueuedRequest(-1, 9, "b")
     assert drained(line_of(*of_clients("aab"), *requeued, urgent)) == [9, 7, 8, 0, 2, 1]
 
 

@@ -9,7 +9,7 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role, State
-from services.gateway.scheduling.planner import AutoRoles, export_plans
+from services.gateway.scheduling.planner import Planner
 from services.runtime.metrics import GatewayMetrics
 
 SPEC = PoolSpec("p-1", "m", "fingerprint", 10, 16, 1024, 0)
@@ -27,7 +27,7 @@ async def test_each_model_and_role_has_a_recommendation() -> None:
     await registry.announce(member("prefill-1", "prefill", Load(busy_permille=900)), 60)
     await registry.announce(member("decode-1", "decode", Load(num_running=2)), 60)
     gauge = GatewayMetrics(metrics).recommended_workers
-    await export_plans(registry, store, {"m": 3}.__getitem__, gauge, 1.0, 0.1)
+    await Planner("g-1", registry, store, {"m": 3}.__getitem__, (1.0, 0.1), gauge).plan()
 
     def value(role: str) -> float | None:
         labels = {"model_name": "m", "role": role}
@@ -41,7 +41,7 @@ async def test_a_pool_that_goes_meanwhile_changes_nothing() -> None:
     await registry.announce(member("decode-1", "decode", Load(num_running=2), "gone"), 60)
     gauge = GatewayMetrics(metrics).recommended_workers
     with pytest.raises(Exception, match="gone"):
-        await export_plans(registry, MemoryStore(), lambda name: 0, gauge, 1.0, 0.1)
+        await Planner("g-1", registry, MemoryStore(), lambda name: 0, (1.0, 0.1), gauge).plan()
     assert metrics.get_sample_value("quire:recommended_workers") is None
 
 
@@ -51,8 +51,10 @@ class Deployment:
     def __init__(self) -> None:
         self.registry, self.store = MemoryRegistry(), MemoryStore()
         self.changes: list[tuple[str, Role]] = []
-        self.roles = AutoRoles(
-            *("gateway-2", self.registry, self.store, lambda name: 0, (1.0, 0.1)), self._change_role
+        gauge = GatewayMetrics(CollectorRegistry()).recommended_workers
+        self.planner = Planner(
+            *("gateway-2", self.registry, self.store, lambda name: 0, (1.0, 0.1), gauge),
+            self._change_role,
         )
 
     async def _change_role(self, worker_id: str, role: Role) -> None:
@@ -79,30 +81,30 @@ async def test_a_worker_changes_its_role_when_two_plans_in_a_row_say_so(
 ) -> None:
     """The least busy one; a peak that is over by the next plan changes nothing."""
     await deployment.report(0.2, 0.1)
-    await deployment.roles.plan()
+    await deployment.planner.plan()
     await deployment.report(0.2, 0.1, running=2)
-    await deployment.roles.plan()
+    await deployment.planner.plan()
     await deployment.report(0.2, 0.1)
-    await deployment.roles.plan()
+    await deployment.planner.plan()
     assert deployment.changes == []
-    await deployment.roles.plan()
+    await deployment.planner.plan()
     assert deployment.changes == [("prefill-2", "decode")]
-    await deployment.roles.plan()
+    await deployment.planner.plan()
     assert len(deployment.changes) == 1  # the next one is two plans away again
 
 
 async def test_roles_stay_if_the_other_role_has_no_worker_to_spare(deployment: Deployment) -> None:
     """It is as busy, or has just one worker on the pool, or a worker is still changing."""
     await deployment.report(0.6, 0.7)
-    await deployment.roles.plan()
-    await deployment.roles.plan()
+    await deployment.planner.plan()
+    await deployment.planner.plan()
     await deployment.report(0.2, 0.1, state="draining")
-    await deployment.roles.plan()
-    await deployment.roles.plan()
+    await deployment.planner.plan()
+    await deployment.planner.plan()
     await deployment.registry.withdraw("prefill-2")
     await deployment.report(0.0)
-    await deployment.roles.plan()
-    await deployment.roles.plan()
+    await deployment.planner.plan()
+    await deployment.planner.plan()
     assert deployment.changes == []
 
 
@@ -110,10 +112,10 @@ async def test_one_of_several_gateways_changes_roles(deployment: Deployment) -> 
     await deployment.report(0.2, 0.1)
     gateway = replace(member("gateway-1", "gateway", Load()), pool_id="", model="")
     await deployment.registry.announce(gateway, 60)
-    await deployment.roles.plan()
-    await deployment.roles.plan()
+    await deployment.planner.plan()
+    await deployment.planner.plan()
     assert deployment.changes == []
     await deployment.registry.withdraw("gateway-1")
-    await deployment.roles.plan()
-    await deployment.roles.plan()
+    await deployment.planner.plan()
+    await deployment.planner.plan()
     assert deployment.changes == [("prefill-2", "decode")]

@@ -1,18 +1,18 @@
 """The choice of the pool and the workers, from the state of the store and the workers."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
+from services.gateway.api import GenerationRequest
+from services.gateway.request.request import Request
 from services.gateway.scheduling.router import Route, Router, rank_prefill, slots_of
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Abort, Command, LoadReport
-from services.protocol.ticket import Adapter
+from services.protocol.ticket import Adapter, SamplingParams
 
 PROMPT = tuple(range(64))
 SECRET = b"secret"
@@ -45,17 +45,16 @@ async def cache(store: MemoryStore, asked: PoolSpec, num_blocks: int, salt: str 
     await store.release(asked.pool_id, "h", held.epoch)
 
 
-@dataclass
-class Asked:
-    cache_salt: str
-    adapter: Adapter | None = None
-    prompt_token_ids: tuple[int, ...] = PROMPT
+def asked(salt: str, adapter: Adapter | None = None) -> Request:
+    sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, 16)
+    of_client = GenerationRequest(PROMPT, cache_salt=salt)
+    return Request(of_client, "r1", "toy", PROMPT, sampling, adapter=adapter)
 
 
 async def routes(
     store: MemoryStore, salt: str, *pools: Pool, adapter: Adapter | None = None
 ) -> list[tuple[str, int]]:
-    found = await Router(store, SECRET).routes(Asked(salt, adapter), pools)
+    found = await Router(store, SECRET).routes(asked(salt, adapter), pools)
     return [(route.pool.spec.pool_id, route.num_cached_blocks) for route in found]
 
 
@@ -227,7 +226,7 @@ async def best(
         await store.register_pool(each.spec)
     await cache(store, a.spec, cached)
     router = Router(store, SECRET, lambda source, target: bandwidth if source != target else 0.0)
-    (route, *_) = await router.routes(Asked(""), [b], [a, b])
+    (route, *_) = await router.routes(asked(""), [b], [a, b])
     return route.prefill.spec.pool_id, route.source_pool_id
 
 
@@ -253,7 +252,7 @@ async def test_a_pool_without_prefill_and_without_a_mover_has_no_route() -> None
     a, b = Pool(equal_spec("a"), (worker("p"),), ()), Pool(equal_spec("b"), (), (worker("d"),))
     for each in (a, b):
         await store.register_pool(each.spec)
-    assert await Router(store, SECRET).routes(Asked(""), [b], [a, b]) == []
+    assert await Router(store, SECRET).routes(asked(""), [b], [a, b]) == []
 
 
 def test_a_worker_never_has_more_free_slots_than_slots() -> None:

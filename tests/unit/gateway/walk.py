@@ -17,7 +17,6 @@ from services.gateway.output.text import Text
 from services.gateway.request import sending, worker_events
 from services.gateway.request.events import Holders
 from services.gateway.request.pulling import Pull, no_pull
-from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.model.text.detokenizer import Detokenizer
@@ -40,6 +39,7 @@ from services.protocol.ticket import (
     SamplingParams,
     Ticket,
     TicketSequence,
+    queue_order,
 )
 
 PROMPT = (1, 2, 3)
@@ -137,7 +137,7 @@ class Walk:
             num_sequences_asked=num_sequences,
         )
         self.output = self.request.output = output_of(self.request)
-        self.request.begin(self.host, QueuePosition(0, 1))
+        self.request.begin(self.host, queue_order(0, 1))
 
     def call(self, received: tuple[Received, ...], *, n: int | None = None) -> Request:
         """A call of the same client, with what it has received."""

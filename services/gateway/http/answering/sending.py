@@ -33,7 +33,8 @@ COMMENT = b": ping\n\n"
 
 class EventStream(Response):
     """Sends each of `events` as it comes, and then `[DONE]`. If `is_named`, each event is named by
-    its type, as in OpenAI's Responses API and in Anthropic's, and there is no `[DONE]`.
+    its type, as in OpenAI's Responses API and in Anthropic's, and there is no `[DONE]`. An event of
+    bytes is sent as it is.
 
     The headers leave with the first event, or after a second without one. Before that, an error
     sets the answer's status; a later error becomes the last event, made by `error_event`. The
@@ -47,7 +48,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[dict[str, Any], None] | AsyncGenerator[bytes, None],
         error_event: Callable[[Exception], dict[str, Any]],
         ping_s: float,
         *,
@@ -103,7 +104,9 @@ class EventStream(Response):
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-    def _encoded(self, event: dict[str, Any]) -> bytes:
+    def _encoded(self, event: dict[str, Any] | bytes) -> bytes:
+        if isinstance(event, bytes):
+            return event
         name = b"event: %b\n" % event["type"].encode() if self._is_named else b""
         return b"%bdata: %b\n\n" % (name, to_json(event))
 
