@@ -11,7 +11,7 @@ from kvops.native import emulated_kernels
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "kernels" / "csrc"
 FLAGS = (
-    *("-std=c++17", "-O2", "-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno"),
+    *("-std=c++17", "-Og", "-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno"),
     *("-Wno-psabi", "-g1", "-fsanitize=address", f"-I{SOURCES}", f"-I{HERE}"),
 )
 SIDES = {

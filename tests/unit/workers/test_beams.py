@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.protocol.messages import Generated, Prefilled, Step
-from services.protocol.ticket import EarlyStopping, FinishReason, Hypothesis, Ticket, TicketSequence
+from services.protocol.ticket import Hypothesis, Ticket
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
@@ -51,29 +51,6 @@ async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, 
     return hypotheses(generated_of(pair.session, request_id))
 
 
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
-@pytest.mark.parametrize("width", [1, 2, 4, 9])
-async def test_a_search_finds_the_best(
-    make_pair: MakePair, width: int, early_stopping: EarlyStopping
-) -> None:
-    pair = await make_pair(num_blocks=160)
-    wanted = asked(
-        width=width, num_returned=1 + width // 2, stop_ids=(3, 17), early_stopping=early_stopping
-    )
-    await start(pair, wanted)
-    assert await result(pair) == right(wanted)
-    await pair.until_empty()
-
-
-async def test_a_search_complete_with_its_first_token_ends_at_prefill(pair: WorkerPair) -> None:
-    wanted = asked(max_tokens=1)
-    event = await prefill(pair, wanted)
-    assert event.ticket.sequences == ()
-    assert event.ticket.beams is None
-    assert hypotheses(event.outputs) == right(wanted)
-    await pair.until_empty()
-
-
 async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
     """Each beam writes only its own tail: a step computes one token of each beam, and copies only
     the blocks of forks."""
@@ -91,27 +68,6 @@ async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await pair.until(lambda: len(generated_of(pair.session, "r1")) > 3)
     assert set(generated_of(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
     pair.decode.role.abort(pair.session, "r1", 1)
-    await pair.until_empty()
-
-
-async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
-    """Prompts and tokens are computed in chunks of 3 tokens: beams reach their ends at different
-    times."""
-    pair = await make_pair(num_blocks=160, max_num_batched_tokens=3, max_num_seqs=4)
-    wanted = asked()
-    first = await prefill(pair, wanted)
-    again = replace(
-        first.ticket,
-        attempt=2,
-        holder_id="h-2",
-        holder_epoch=0,
-        sequences=tuple(TicketSequence(s.index, s.token_ids) for s in first.ticket.sequences),
-    )
-    second = await prefill(pair, again)
-    assert [len(one.token_ids) for one in second.ticket.sequences] == [2] * 4
-    assert all(one.finish_reason is FinishReason.LENGTH for one in right(wanted))
-    pair.prefill.role.abort(FakeSession(), "r1", 1)
-    pair.prefill.role.requeue_all()
     await pair.until_empty()
 
 

@@ -12,15 +12,15 @@ from blockstore.hashing import prefix_hashes
 from services.engine.batch import Fault
 from services.model.structured.grammar import Grammar
 from services.model.structured.structure import Structure, StructureKind
-from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
-from services.protocol.ticket import FinishReason, TicketSequence
+from services.protocol.messages import Failed, Reserved, Step
+from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest
 from services.runtime.metrics import WorkerMetrics
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 
-from .conftest import MakePair, WorkerPair
+from .conftest import WorkerPair
 from .fakes import PROMPT, FakeForward, expected, join, ticket
 from .runs import finished, outputs, prefill, start, tokens
 
@@ -119,100 +119,11 @@ async def test_all_tokens_of_a_step_go_in_one_message(pair: WorkerPair) -> None:
     assert max(len(step.outputs) for step in pair.session.of(Step)) == 3
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-async def test_the_last_request_is_preempted_when_blocks_run_out(
-    make_pair: MakePair, block_size: int
-) -> None:
-    """Three sequences need 3 x 30 slots of 64: the youngest goes back, and the others end."""
-    pair = await make_pair(num_blocks=64 // block_size, block_size=block_size)
-    pair.decode_model.gate.clear()
-    issued = {
-        f"r{n}": await start(pair, ticket(f"r{n}", range(n, n + 10), max_tokens=20))
-        for n in (1, 2, 3)
-    }
-    pair.decode_model.gate.set()
-    await pair.until(lambda: all(finished(pair.session, r) for r in ("r1", "r2")))
-    for request_id in ("r1", "r2"):
-        one = issued[request_id]
-        assert tokens(pair.session, one) == expected(one.prompt_token_ids, 20)
-    (requeued,) = pair.session.of(Requeued)
-    assert requeued.reason is RequeueReason.PREEMPTED
-    assert requeued.request_id == "r3"
-    got = tokens(pair.session, issued["r3"])
-    assert list(requeued.ticket.sequences[0].token_ids) == got
-    await pair.until_empty()
-    # The walk goes on with the tokens so far, under a new holder and attempt.
-    again = replace(
-        requeued.ticket,
-        attempt=2,
-        holder_id="h-r3-2",
-        sequences=(TicketSequence(0, token_ids=tuple(got)),),
-    )
-    resumed = await start(pair, again)
-    await pair.until(lambda: finished(pair.session, "r3"))
-    # Outputs hold both attempts; the prefill worker of each drew one token more.
-    first, second = issued["r3"].sequences[0].token_ids[0], resumed.sequences[0].token_ids[-1]
-    drawn = [output.token_ids[0] for output in outputs(pair.session, "r3")]
-    assert [first, *drawn[: len(got) - 1], second, *drawn[len(got) - 1 :]] == expected(
-        range(3, 13), 20
-    )
-    await pair.until_empty()
-
-
-async def test_an_abort_frees_blocks_and_slots_at_once(pair: WorkerPair) -> None:
-    await start(pair, ticket("r1", PROMPT, max_tokens=500))
-    await pair.until(lambda: len(outputs(pair.session, "r1")) > 3)
-    pair.decode.role.abort(pair.session, "r1", 1)
-    await pair.until_empty()
-    assert pair.decode.role.load().num_free_slots == 16
-    assert not pair.session.of(Requeued)
-    assert not pair.session.of(Failed)
-
-
-async def test_an_abort_while_it_is_being_claimed_frees_the_blocks(pair: WorkerPair) -> None:
-    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=500))
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, issued)
-    pair.decode.role.abort(pair.session, "r1", 1)
-    await pair.until_empty()
-    assert not outputs(pair.session, "r1")
-
-
-async def test_an_abort_ends_a_reservation(pair: WorkerPair) -> None:
-    issued = await prefill(pair, ticket("r1", PROMPT))
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    assert pair.decode.role.load().num_free_slots == 15
-    pair.decode.role.abort(pair.session, "r1", 1)
-    assert pair.decode.role.load().num_free_slots == 16
-    with pytest.raises(InvalidRequest):
-        pair.decode.role.admit(pair.session, issued)
-
-
-async def test_a_lost_gateway_ends_its_sequences_and_reservations(pair: WorkerPair) -> None:
-    await start(pair, ticket("r1", PROMPT, max_tokens=500))
-    pair.decode.role.reserve(pair.session, "r2", 1, 4)
-    await pair.until(lambda: bool(outputs(pair.session, "r1")))
-    pair.decode.role.close(pair.session)
-    await pair.until_empty()
-    assert pair.decode.role.load().num_free_slots == 16
-
-
 async def test_slots_are_granted_while_there_are_some(pair: WorkerPair) -> None:
     for number in (1, 2, 3):
         pair.decode.role.reserve(pair.session, f"r{number}", 1, 6)
     pair.decode.role.reserve(pair.session, "r1", 1, 1)
     assert [event.granted for event in pair.session.of(Reserved)] == [True, True, False, False]
-
-
-async def test_a_stale_ticket_goes_back(pair: WorkerPair) -> None:
-    """Its issuer has taken it back meanwhile, or another worker has claimed it."""
-    issued = await prefill(pair, ticket("r1", PROMPT))
-    await pair.store.release("pool", issued.holder_id, issued.holder_epoch)
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, issued)
-    await pair.until(lambda: bool(pair.session.of(Requeued)))
-    assert pair.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
-    assert pair.decode.role.load().num_free_slots == 16
 
 
 async def test_the_deadline_ends_a_running_sequence(pair: WorkerPair) -> None:
@@ -226,20 +137,6 @@ async def test_the_deadline_ends_a_running_sequence(pair: WorkerPair) -> None:
     await pair.until(lambda: bool(pair.session.of(Failed)))
     assert pair.session.of(Failed)[0].code == "deadline_exceeded"
     await pair.until_empty()
-
-
-async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: WorkerPair) -> None:
-    """The gateway gets the one of the two that came first."""
-    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=2))
-    pair.decode_model.gate.clear()
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, replace(issued, timeout_ms=20))
-    await pair.until(lambda: pair.decode_model.num_begun == 1)
-    await pair.until(lambda: all(job.ending for job in pair.decode.role.jobs))
-    pair.decode_model.gate.set()
-    await pair.until_empty()
-    assert finished(pair.session, "r1")
-    assert tokens(pair.session, issued) == expected(PROMPT, 2)
 
 
 async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:

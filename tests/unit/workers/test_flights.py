@@ -13,10 +13,9 @@ from blockstore.errors import WorkerFenced
 from blockstore.records import PoolSpec
 from services.engine.batch import Draw, Fault
 from services.engine.engine import Engine
-from services.engine.messages import AbortSequence, Admit, Command, Remove, StepOutcome
+from services.engine.messages import Admit, Command, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam_group import group_class
-from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
@@ -143,20 +142,6 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
     assert not host.device.block_ids
 
 
-@pytest.mark.parametrize("command", [Remove(KEY), AbortSequence(KEY, 0)], ids=["remove", "abort"])
-def test_a_group_in_flight_is_removed_when_it_has_landed(host: Host, command: Command) -> None:
-    """It launches no further step, and its ticket has all drawn tokens."""
-    host.step(host.admit(asked()))
-    assert host.engine.apply([command]) == ()
-    outcome = host.step()
-    assert (drawn(outcome), outcome.removed) == (right(1), ())
-    assert not host.device.flights
-    (removed,) = host.engine.apply(())
-    states = removed.sequences
-    assert [state.token_ids for state in states] == ([tuple(right(1))] if states else [])
-    assert bool(states) is isinstance(command, Remove)
-
-
 def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> None:
     """Only then do its blocks leave the prefix index and the holder."""
     host.model.poison = right(2)[-1]
@@ -231,13 +216,3 @@ def test_results_of_a_step_during_which_it_was_fenced_are_dropped(host: Host) ->
         host.step()
     host.engine.settle()
     assert not host.device.flights
-
-
-def test_spare_blocks_are_placed_for_the_token_in_flight(host: Host) -> None:
-    """If one block is missing for it, the row skips steps until the block comes."""
-    group: Group = host.admit(asked(), num_blocks=3).group
-    host.step(Admit(group))  # 10 tokens
-    host.step()  # the 11th
-    assert drawn(host.step()) == right(2)[1:]  # and the 12th is launched
-    assert group.sequences[0].num_runnable == 0
-    assert len(host.device.flights) == 1

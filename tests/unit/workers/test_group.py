@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from blockstore.records import PoolSpec
-from services.engine.batch import Draw, Fault
+from services.engine.batch import Draw
 from services.engine.engine import Engine
 from services.engine.messages import (
     AbortSequence,
-    AddBlocks,
     Admit,
     Command,
     Remove,
@@ -94,24 +93,6 @@ def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
     return {state.index: state.block_ids for state in sequences}
 
 
-def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
-    """10 tokens: three sequences share 2 full blocks and a tail; 2 blocks are for copies."""
-    wanted = asked(3)
-    assert num_blocks_for(wanted, SIZE) == 5
-    detached, advances = engine_pair.prefilled(wanted, range(5))
-    assert tables(detached.sequences) == dict.fromkeys(range(3), (0, 1, 2))
-    assert [state.token_ids for state in detached.sequences] == [right(i, 1) for i in range(3)]
-    assert {state.num_computed_tokens for state in detached.sequences} == {10}
-    assert [(token.index, token.position) for token in advances[-1].tokens] == [
-        (0, 10),
-        (1, 10),
-        (2, 10),
-    ]
-    assert [block_id for block_id, _ in advances[-1].completed] == [0, 1]
-    assert engine_pair.arena.num_computed == 10
-    assert not any(advance.freed for advance in advances)
-
-
 def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -> None:
     """For all but the last sequence that refers to it, by index, in one call; then each continues
     alone."""
@@ -126,28 +107,6 @@ def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -
     assert tables(engine_pair.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
 
 
-def test_required_blocks_are_known_before_any_sequence_runs(engine_pair: EnginePair) -> None:
-    """2 copies; 11 tokens and 2 ahead need a fourth block each."""
-    detached, _ = engine_pair.prefilled(asked(3), range(5))
-    group = Group.to_continue(detached, rules(detached), (), num_acquired=3)
-    assert group.total_wanted(look_ahead=2) == 3 + 2 + 3
-    assert group.total_wanted(look_ahead=1) == 3 + 2
-
-
-def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> None:
-    """Finished blocks are returned, a tail goes to a sibling that needs one."""
-    detached, _ = engine_pair.prefilled(asked(2), range(4))
-    engine_pair.admit(detached, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
-    engine_pair.decode.step([AddBlocks(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
-    engine_pair.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
-    (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
-    assert [token.index for token in advance.tokens] == [1]
-    assert advance.freed == [3]
-    assert advance.wanted_blocks == 0  # 15 tokens and 2 ahead: it will have 5
-    engine_pair.decode.step([])
-    assert tables(engine_pair.removed()) == {1: (0, 1, 2, 6, 5)}
-
-
 def test_the_last_user_of_a_shared_tail_writes_it_in_place(engine_pair: EnginePair) -> None:
     """No block has come for a copy, and none is needed any more."""
     detached, _ = engine_pair.prefilled(asked(2), range(4))
@@ -156,20 +115,6 @@ def test_the_last_user_of_a_shared_tail_writes_it_in_place(engine_pair: EnginePa
     assert [token.index for token in advance.tokens] == [1]
     assert engine_pair.arena.num_copied == 0
     assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
-
-
-def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) -> None:
-    detached, _ = engine_pair.prefilled(asked(2), range(4))
-    other = ticket("r2", (7, 8, 9))
-    (of_other,) = engine_pair.prefilled(other, (8,))[0].sequences
-    engine_pair.model.poison = PROMPT[0]
-    group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
-    engine_pair.decode.step([Admit(group)])
-    outcome = engine_pair.admit(detached, spare=(3,), num_acquired=4)
-    (failed,) = outcome.failed
-    assert (failed.key, failed.fault) == (KEY, Fault.NOT_FINITE)
-    assert [block_id for block_id, _ in failed.blocks] == [0, 1]
-    assert [advance.key for advance in outcome.advances] == ["h-r2"]
 
 
 # Computed again: sequences with tokens of their own behind the prompt.

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, Resume
-from services.protocol.ticket import FinishReason, TicketSequence
+from services.protocol.messages import Generated, Requeued, RequeueReason, Resume
+from services.protocol.ticket import TicketSequence
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT, FakeSession
-from .groups import admit, answer, asked, ended, num_held, of_each, right, start, tokens
+from .groups import admit, answer, asked, ended, num_held, right, start
 from .runs import prefill
 
 # Prefill
@@ -25,22 +25,6 @@ async def test_a_group_is_issued_with_a_token_for_each(pair: WorkerPair) -> None
     assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
     assert pair.arena.num_computed == 10
     assert await num_held(pair) == 2 + 4
-
-
-async def test_sequences_that_end_with_their_first_token_are_left_out(pair: WorkerPair) -> None:
-    wanted = asked(3)
-    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 1)[0],))
-    event = await answer(pair, replace(wanted, sampling=sampling))
-    assert [output.finish_reason for output in event.outputs] == [None, FinishReason.STOP, None]
-    assert [state.index for state in event.ticket.sequences] == [0, 2]
-    assert await num_held(pair) == 2 + 2
-
-
-async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(pair: WorkerPair) -> None:
-    event = await answer(pair, asked(3, max_tokens=1))
-    assert {output.finish_reason for output in event.outputs} == {FinishReason.LENGTH}
-    assert event.ticket.sequences == ()
-    await pair.until_empty()
 
 
 async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(make_pair: MakePair) -> None:
@@ -62,21 +46,6 @@ async def test_a_group_finds_its_prompt_in_the_cache(pair: WorkerPair) -> None:
 # Decode
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("length", [3, 4, 10])
-async def test_sequences_end_independently(make_pair: MakePair, n: int, length: int) -> None:
-    """With the tokens that each has alone; the tail of the prompt is copied for all but one."""
-    pair = await make_pair(num_blocks=64)
-    issued = await start(pair, asked(n, 15, PROMPT[:length]))
-    await pair.until(lambda: ended(pair.session) == set(range(n)))
-    assert tokens(pair.session, issued) == {i: right(i, 15, PROMPT[:length]) for i in range(n)}
-    for drawn in of_each(pair.session).values():
-        assert [output.position for output in drawn] == list(range(length + 1, length + 15))
-    assert pair.arena.num_copied == (n - 1 if length % 4 else 0)
-    assert pair.arena.num_computed == length + n * 14
-    await pair.until_empty()
-
-
 @counts_steps
 async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPair) -> None:
     """0 ends at position 20, when 3 blocks of its own are full: they are cached without a holder.
@@ -94,49 +63,6 @@ async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPa
     pair.decode.role.abort(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until_empty()
-
-
-async def test_an_abort_of_one_lets_the_others_go_on(pair: WorkerPair) -> None:
-    pair.decode_model.gate.clear()
-    issued = await start(pair, asked(3, 12))
-    await pair.until(lambda: pair.decode_model.num_begun == 1)
-    pair.decode.role.abort(pair.session, "r1", 1, 1)
-    assert pair.decode.role.load().num_free_slots == 16 - 2
-    pair.decode.role.abort(pair.session, "r1", 1, 1)  # again, or of nobody: no error
-    pair.decode.role.abort(pair.session, "r1", 1, 7)
-    pair.decode_model.gate.set()
-    await pair.until(lambda: ended(pair.session) == {0, 2})
-    got = tokens(pair.session, issued)
-    assert (got[0], got[2]) == (right(0, 12), right(2, 12))
-    assert len(got[1]) == 1  # nothing of the step in flight either
-    await pair.until_empty()
-
-
-async def test_the_abort_of_the_last_one_is_that_of_the_request(pair: WorkerPair) -> None:
-    pair.decode_model.gate.clear()
-    await start(pair, asked(2, 500))
-    await pair.until(lambda: pair.decode_model.num_begun == 1)
-    for index in (1, 0):
-        pair.decode.role.abort(pair.session, "r1", 1, index)
-    pair.decode_model.gate.set()
-    await pair.until_empty()
-    assert pair.decode.role.load().num_free_slots == 16
-    assert not pair.session.of(Failed)
-
-
-async def test_an_abort_that_crosses_the_end_of_the_others(pair: WorkerPair) -> None:
-    """1 ends in the step in flight, and 0 is aborted: no sequence is left, and the gateway gets the
-    reason."""
-    wanted = asked(2, 500)
-    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 2)[-1],))
-    pair.decode_model.gate.clear()
-    await start(pair, replace(wanted, sampling=sampling))
-    await pair.until(lambda: pair.decode_model.num_begun == 1)
-    pair.decode.role.abort(pair.session, "r1", 1, 0)
-    pair.decode_model.gate.set()
-    await pair.until_empty()
-    assert ended(pair.session) == {1}
-    assert pair.decode.role.load().num_free_slots == 16
 
 
 async def test_slots_are_kept_for_each_sequence(pair: WorkerPair) -> None:
@@ -176,18 +102,6 @@ async def test_tables_of_another_length_are_refused(
         pair.decode.role.admit(pair.session, replace(detached, sequences=tuple(states)))
     pair.decode.role.admit(pair.session, replace(detached, sequences=SOUND))  # it is only not there
     await pair.until(lambda: bool(pair.session.of(Requeued)))
-
-
-async def test_blocks_that_the_holder_does_not_hold_are_refused(pair: WorkerPair) -> None:
-    other = await prefill(pair, asked(1, prompt=range(50, 60), number=2))
-    issued = await prefill(pair, asked(2))
-    (state, second) = issued.sequences
-    stolen = (*second.block_ids[:2], other.sequences[0].block_ids[2])
-    admit(pair, replace(issued, sequences=(state, replace(second, block_ids=stolen))))
-    await pair.until(lambda: bool(pair.session.of(Failed)))
-    assert pair.session.of(Failed)[0].code == "invalid_request"
-    admit(pair, issued)  # it can still be claimed rightly
-    await pair.until(lambda: ended(pair.session) == {0, 1})
 
 
 async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: WorkerPair) -> None:

@@ -80,19 +80,6 @@ async def test_requests_far_from_their_turn_hold_nothing(
     await pair.until(lambda: len(pair.session.events) == 12)
 
 
-async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_pair: MakePair) -> None:
-    pair = await make_pair(num_blocks=4)
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.role.submit(pair.session, ticket("r2", range(10)))
-    pair.prefill.role.submit(pair.session, ticket("r3", (1,)))
-    waiters = pair.store.ledger("pool").waiters
-    await pair.until(lambda: "h-r2" in waiters)
-    pair.prefill.role.abort(pair.session, "r2", 1)
-    await pair.until(lambda: len(pair.session.events) == 2)
-    assert list(prefilled(pair.session)) == ["r1", "r3"]
-
-
 @pytest.mark.parametrize(("wrong", "num_cached_tokens"), [(0, 0), (1, 4)])
 async def test_a_block_that_says_something_else_is_never_adopted(
     pair: WorkerPair, wrong: int, num_cached_tokens: int
@@ -132,23 +119,6 @@ async def test_an_equal_hash_is_not_enough(
     await pair.until(lambda: len(pair.session.events) == 2)
     assert prefilled(pair.session)["r2"].ticket.num_cached_tokens == 0
     assert pair.prefill.metrics.kv_corrupt._value.get() == 1
-
-
-async def test_an_abort_while_blocks_are_asked_for_frees_them(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate = pair.store.allocate
-
-    async def slow(*args: Any) -> Allocation:
-        allocation = await allocate(*args)
-        pair.prefill.role.abort(pair.session, "r1", 1)
-        return allocation
-
-    monkeypatch.setattr(pair.store, "allocate", slow)
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: not pair.prefill.role.load().num_waiting)
-    await pair.until_empty()
-    assert not pair.session.events
 
 
 async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(

@@ -6,10 +6,9 @@ import pytest
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Growth
 from services.protocol.messages import Failed, Generated, Prefilled, Requeued, RequeueReason
-from services.protocol.ticket import FinishReason, SamplingParams
 
 from .conftest import MakePair, WorkerPair
-from .fakes import PROMPT, FakeSession, expected, ticket
+from .fakes import PROMPT, expected, ticket
 from .runs import prefilled
 
 
@@ -45,26 +44,6 @@ async def test_a_ticket_is_detached_before_its_gateway_gets_it(
     pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     assert events == []
-
-
-async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: WorkerPair) -> None:
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
-    await pair.until(lambda: bool(pair.session.events))
-    (event,) = pair.session.of(Prefilled)
-    assert [output.finish_reason for output in event.outputs] == [FinishReason.LENGTH]
-    assert event.ticket.sequences == ()
-    await pair.until_empty()
-    assert (await pair.store.stats("pool")).num_cached == 2
-
-
-async def test_a_stop_token_ends_a_request_at_prefill(pair: WorkerPair) -> None:
-    (first,) = expected(PROMPT, 1)
-    sampling = SamplingParams(0.0, 0, 1.0, 0.0, 1, max_tokens=5, stop_token_ids=(first,))
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, sampling=sampling))
-    await pair.until(lambda: bool(pair.session.events))
-    (event,) = pair.session.of(Prefilled)
-    assert [output.finish_reason for output in event.outputs] == [FinishReason.STOP]
-    await pair.until_empty()
 
 
 async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) -> None:
@@ -112,20 +91,6 @@ async def test_a_shared_prefix_is_computed_once(pair: WorkerPair) -> None:
         assert [token] == expected(event.ticket.prompt_token_ids, 1)
 
 
-async def test_followers_go_on_when_their_leader_is_aborted(pair: WorkerPair) -> None:
-    prefix = tuple(range(40))
-    pair.prefill_model.gate.clear()
-    for number in (1, 2):
-        pair.prefill.role.submit(pair.session, ticket(f"r{number}", (*prefix, number)))
-    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
-    pair.prefill.role.abort(pair.session, "r1", 1)
-    pair.prefill_model.gate.set()
-    await pair.until(lambda: bool(pair.session.events))
-    assert set(prefilled(pair.session)) == {"r2"}
-    pair.prefill.role.abort(pair.session, "r2", 1)
-    await pair.until_empty()
-
-
 async def test_a_short_prompt_does_not_wait_for_a_long_one(pair: WorkerPair) -> None:
     """The long one takes 5 steps or more of 16 tokens; a quarter of each step is for the short
     one."""
@@ -136,41 +101,6 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(pair: WorkerPair) -> 
     pair.prefill_model.gate.set()
     await pair.until(lambda: len(pair.session.events) == 2)
     assert [event.ticket.request_id for event in pair.session.of(Prefilled)] == ["r2", "r1"]
-
-
-async def test_an_abort_at_any_time_frees_the_blocks(pair: WorkerPair) -> None:
-    """While it waits, is computed, or is at rest."""
-    pair.prefill_model.gate.clear()
-    for number in range(1, 5):
-        pair.prefill.role.submit(pair.session, ticket(f"r{number}", range(number, number + 30)))
-    await pair.until(lambda: pair.prefill.role.load().num_running >= 1)
-    for number in range(1, 4):
-        pair.prefill.role.abort(pair.session, f"r{number}", 1)
-    pair.prefill_model.gate.set()
-    await pair.until(lambda: "r4" in prefilled(pair.session))
-    pair.prefill.role.abort(pair.session, "r4", 1)
-    await pair.until_empty()
-    assert set(prefilled(pair.session)) == {"r4"}
-
-
-async def test_an_abort_of_a_claimed_ticket_touches_nothing(pair: WorkerPair) -> None:
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: bool(pair.session.events))
-    await pair.store.claim("pool", "h-r1", 2, "Decode")
-    pair.prefill.role.abort(pair.session, "r1", 1)
-    await pair.prefill.writer.flush()
-    (holder,) = await pair.store.holders("pool")
-    assert (holder.worker_id, holder.epoch) == ("Decode", 3)
-
-
-async def test_a_lost_gateway_ends_its_requests(pair: WorkerPair) -> None:
-    other = FakeSession()
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    pair.prefill.role.submit(other, ticket("r2", PROMPT[:3]))
-    await pair.until(lambda: bool(pair.session.events) and bool(other.events))
-    pair.prefill.role.close(pair.session)
-    await pair.prefill.writer.flush()
-    assert [holder.holder_id for holder in await pair.store.holders("pool")] == ["h-r2"]
 
 
 async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPair) -> None:
@@ -189,27 +119,6 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
     back = pair.session.of(Requeued)
     assert sorted(requeued.request_id for requeued in back) == ["r1", "r2"]
     assert all(requeued.reason is RequeueReason.DRAINING for requeued in back)
-
-
-async def test_an_unclaimed_ticket_is_taken_back(make_pair: MakePair) -> None:
-    pair = await make_pair(ticket_ttl_s=0.02)
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: len(pair.session.events) == 2)
-    (requeued,) = pair.session.of(Requeued)
-    assert requeued.reason is RequeueReason.STALE_TICKET
-    assert requeued.ticket.sequences[0].block_ids == ()
-    await pair.until_empty()
-
-
-async def test_the_deadline_reaches_the_worker(pair: WorkerPair) -> None:
-    pair.prefill_model.gate.clear()
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, timeout_ms=20))
-    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
-    await pair.until(lambda: all(job.ending for job in pair.prefill.role.jobs))
-    pair.prefill_model.gate.set()
-    await pair.until(lambda: bool(pair.session.events))
-    assert [event.code for event in pair.session.of(Failed)] == ["deadline_exceeded"]
-    await pair.until_empty()
 
 
 async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:

@@ -20,7 +20,7 @@ from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Drafting, Payoff
 from services.engine.speculation.speculation import Speculation
-from services.protocol.ticket import BeamParams, FinishReason, Ticket
+from services.protocol.ticket import BeamParams, Ticket
 from tests.drafting import oracle
 from tests.late_device import Device
 
@@ -184,22 +184,6 @@ def test_tokens_and_stamps_are_those_without_drafts(
     assert bool(num_rejected) is bool(wrong_every)
     assert sum(each.num_accepted for each in verified) == 30 - (host.model.num_steps)
     assert (host.model.num_steps == 30) is (wrong_every == 1)
-
-
-@pytest.mark.parametrize("number", range(1, 9))
-def test_a_sequence_that_ends_among_drafts_keeps_nothing_behind_its_end(
-    tmp_path: Path, device: Device, number: int
-) -> None:
-    """All its blocks are spare or returned, each once."""
-    host = Host(tmp_path, device, 8, 0)
-    outcomes = host.run(asked(stop_token_ids=(RIGHT[number - 1],)))
-    assert drawn(outcomes) == RIGHT[:number]
-    last = outcomes[-1].advances[0]
-    assert last.tokens[-1].finish is FinishReason.STOP
-    freed = [block for o in outcomes for a in o.advances for block in a.freed]
-    assert sorted([*freed, *host.group._spare]) == list(range(host.group.num_acquired))
-    num_full = (len(PROMPT) + number - 1) // SIZE
-    assert [host.stamps.is_committed(block) for block in range(64)].count(True) == num_full
 
 
 def test_a_fault_after_a_wrong_draft_is_ignored(tmp_path: Path, device: Device) -> None:

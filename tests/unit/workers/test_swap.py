@@ -56,19 +56,6 @@ def _new(pair: WorkerPair, back: Ticket, issued_again: Ticket) -> Sequence[int]:
     return [*of_prefill, *of_decode]
 
 
-async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair) -> None:
-    pair = await make_pair(num_swap_blocks=16)
-    issued = await victim(pair)
-    back = await preempt(pair)
-    pair.decode.role.abort(pair.session, "r9", back.attempt)
-    await pair.until_colder_is_empty()
-    evict_all(pair)
-    again = await come_back(pair, back, FakeSession())
-    await pair.until(lambda: finished(pair.session, "r9"))
-    assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
-    assert issued.holder_id != again.holder_id
-
-
 async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: MakePair) -> None:
     """A ticket that names them in another order, or other blocks: its sequence is computed
     again."""
@@ -85,26 +72,6 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: Make
     assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
     assert pair.arena.num_copied == num_copied
     assert pair.prefill.metrics.kv_corrupt._value.get() == 0
-
-
-async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: MakePair) -> None:
-    pair = await make_pair(num_swap_blocks=16)
-    await victim(pair)
-    back = await preempt(pair)
-    await pair.until_empty()
-    evict_all(pair)
-    session = FakeSession()
-    pair.arena.copying.clear()
-    pair.prefill.role.submit(session, replace(back, attempt=2, holder_id="h2"))
-    await pair.until(lambda: "h2" in pair.store.ledger("pool").holders)
-    pair.store.ledger("pool").demands.add("h2")
-    await pair.until(lambda: any(job.ending for job in pair.prefill.role.jobs))
-    pair.arena.copying.set()
-    await pair.until(lambda: bool(session.events))
-    (requeued,) = session.of(Requeued)
-    assert not requeued.ticket.is_detached
-    await pair.until_empty()
-    await pair.until_colder_is_empty()
 
 
 async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair) -> None:
@@ -133,19 +100,3 @@ def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
     assert cost.is_below(100, 1600, prefill_ns_per_token=0)
     assert cost.is_below(100, 1600, prefill_ns_per_token=138_000)
     assert not cost.is_below(100, 1600, prefill_ns_per_token=137_000)
-
-
-async def test_blocks_that_others_hold_do_not_count_as_lost(make_pair: MakePair) -> None:
-    """Two sequences share two blocks of prompt: the younger one loses only its own."""
-    pair = await make_pair(num_swap_blocks=16, compares_costs=True)
-    swap_pool = pair.decode.swap_pool
-    assert swap_pool is not None
-    swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
-    own = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
-    other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 3), 10),))
-    own = replace(own, prefill_ns_per_token=700_000)
-    assert swap_pool.is_worthwhile(own, [])  # 6 ms for 7 ms of computing
-    assert swap_pool.is_worthwhile(own, [other])  # 2 ms for 2.8 ms
-    slow = replace(own, prefill_ns_per_token=400_000)
-    assert not swap_pool.is_worthwhile(slow, [other])
-    assert not swap_pool.is_worthwhile(replace(slow, sequences=(TicketSequence(0),)), [])

@@ -24,7 +24,6 @@ from .preempting import (
     tables,
     unstarted,
 )
-from .runs import outputs
 
 pytestmark = counts_steps
 REFUSED = "quire:num_swaps_refused_total"
@@ -146,36 +145,6 @@ async def test_a_recomputed_group_finds_the_cached_blocks_of_its_sequences(
     assert len({table[:2] for table in here}) == 1
     admit(pair, issued)
     await pair.until(lambda: ended_again(pair) == {0, 1, 2})
-    await pair.until_empty()
-
-
-@pytest.mark.parametrize("gone", range(3))
-async def test_sequences_without_cached_blocks_are_computed_beside_the_others(
-    pair: WorkerPair, gone: int
-) -> None:
-    """Its first own block was evicted: 9 tokens of it are computed, and 2 of the others."""
-    await running(pair, asked(3), 6)
-    back = await preempt(pair)
-    await pair.until_empty()
-    blocks = pair.store.ledger("pool").blocks
-    tokens = (*PROMPT, *right(gone)[:2])
-    (block_id,) = [
-        block_id
-        for block_id in blocks.cached
-        if [pair.arena.slots[block_id * 4 + i][1] for i in range(4)] == list(tokens[8:12])
-        and pair.arena.slots[block_id * 4][0] == 8
-    ]
-    blocks.retract(block_id, blocks.hash_of[block_id])
-    pair.arena.wipe(block_id)
-    num_computed = pair.arena.num_computed
-    issued = await come_back(pair, back)
-    assert pair.arena.num_computed - num_computed == 10 + 2 * 2
-    admit(pair, issued)
-    await pair.until(lambda: ended_again(pair) == {0, 1, 2})
-    drawn = [output for output in outputs(pair.session, "r1") if output.attempt == 2]
-    for state in issued.sequences:
-        rest = [output.token_ids[0] for output in drawn if output.index == state.index]
-        assert (*state.token_ids, *rest) == right(state.index)
     await pair.until_empty()
 
 
