@@ -10,6 +10,7 @@ import pytest
 
 from quire.messages import Request
 from quire.types import Beam, Sampling
+from services.gateway.api import RetainDirective
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 from tests.late_device import LateForward
 
@@ -202,6 +203,92 @@ async def prefix_of_its_own(deployment: ExactnessDeployment, request: Request) -
     return answer
 
 
+async def explained(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The answer carries its figures, and the story is read while the request runs."""
+    stories = list[str]()
+
+    async def explain(_: ExactnessDeployment, paused: DeployedWorker) -> None:
+        stories.append(deployment.explain("told"))
+        deployment.go_on()
+
+    asked = replace(request, request_id="told", include_metrics=True)
+    answer = await disturbed(deployment, asked, ExactnessDeployment.preempt, explain)
+    assert "preempted" in stories[0]
+    assert answer.usage.metrics is not None
+    assert answer.usage.metrics.decode_ms > 0
+    return answer
+
+
+async def retained(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The request asks for what `cache_control` does, and its prefix outlives all other blocks."""
+    deployment.retain = (RetainDirective(300),)
+    cold = await deployment.ask(request)
+    deployment.retain = ()
+    await deployment.evict()
+    answer = await deployment.ask(request)
+    assert cold == answer
+    assert deployment.prefills[-1].forward.seen[-1].num_adopted == 32
+    return answer
+
+
+async def retained_by_a_dead_worker(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The worker that computed the retained prefix dies before the other blocks are evicted."""
+    deployment.retain = (RetainDirective(300),)
+    await deployment.ask(request)
+    (dying,) = (prefill for prefill in deployment.prefills if prefill.forward.seen)
+    deployment.prefills.remove(dying)
+    await deployment.kill(dying)
+    await deployment.evict()
+    answer = await deployment.ask(request)
+    assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {32}
+    return answer
+
+
+async def blocks_from_files(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The third request reads the blocks that were written for the second one, unless it has to
+    compute them for the logprobs of its prompt."""
+    (prefill,) = deployment.prefills
+    num_blocks = 4 if request.sampling.prompt_logprobs is None else 0
+    for _ in range(2):
+        await deployment.ask(request)
+    await deployment.until(lambda: prefill.figure("file_cache_written_blocks") == 4)
+    await deployment.evict()
+    num_seen = prefill.num_seen
+    answer = await deployment.ask(request)
+    assert prefill.figure("file_cache_hits") == num_blocks
+    assert prefill.num_seen - num_seen == len(PROMPT) - 8 * num_blocks
+    return answer
+
+
+async def role_change(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The request moves away from a decode worker, which then computes it again as prefill."""
+    changes = ExactnessDeployment.change_role, ExactnessDeployment.preempt
+    answer = await disturbed(deployment, request, *changes)
+    first, changed = deployment.prefills
+    assert (answer.usage.num_preemptions, deployment.num_moves) == (1, 1)
+    assert first.num_seen == len(PROMPT)
+    assert any(row.num_tokens > 1 for row in changed.forward.seen)
+    return answer
+
+
+async def upgrade(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The request moves to a worker of the next version, on the same pool."""
+    answer = await disturbed(deployment, request, ExactnessDeployment.upgrade)
+    assert deployment.num_moves == 1
+    assert deployment.decoders[-1].forward.seen
+    assert not deployment.prefills[-1].forward.seen
+    return answer
+
+
+async def upgrade_to_other_weights(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """Workers of another fingerprint compute the request again from its tokens."""
+    answer = await disturbed(deployment, request, ExactnessDeployment.upgrade_to_other_weights)
+    assert deployment.num_moves == 0
+    assert deployment.prefills[-1].num_seen > len(PROMPT)
+    assert deployment.decoders[-1].forward.seen
+    return answer
+
+
 async def chunks(deployment: ExactnessDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
     num_chunks = math.ceil(len(PROMPT) / deployment.setting.chunk)
@@ -256,6 +343,13 @@ CONDITIONS = {
     ),
     "prefix of another": Condition(prefix_of_another),
     "prefix of its own": Condition(prefix_of_its_own),
+    "explained": Condition(explained),
+    "retained": Condition(retained),
+    "retained, its worker dies": Condition(retained_by_a_dead_worker, Setting(num_prefills=2)),
+    "blocks from files": Condition(blocks_from_files, Setting(keeps_files=True)),
+    "a worker changes its role": Condition(role_change),
+    "upgraded": Condition(upgrade, Setting(num_decoders=1)),
+    "upgraded, other weights": Condition(upgrade_to_other_weights, Setting(num_decoders=1)),
     "chunks of 1": Condition(chunks, Setting(chunk=1)),
     "chunks of 5": Condition(chunks, Setting(chunk=5)),
     "chunks of 16": Condition(chunks, Setting(chunk=16)),

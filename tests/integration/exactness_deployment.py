@@ -5,7 +5,8 @@ in the middle of an answer, and then preempt, drain or kill it."""
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
 from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.speculation import Speculation
+from services.gateway.access.caller import LOCAL_OPERATOR
+from services.gateway.api import GenerationRequest, RetainDirective
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import InferenceService
@@ -39,6 +42,8 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
+from services.worker.file_cache.block_files import BlockFiles
+from services.worker.file_cache.file_cache import FileCache, blocks_of
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
@@ -74,11 +79,13 @@ class DeployedWorker:
 
     worker: Any
     forward: Watched
-    service: Any
+    parts: WorkerParts
     request_metrics: CollectorRegistry
-    swap_pool: SwapPool | None
-    device: ForwardPass
     running: "asyncio.Task[None]"
+
+    @property
+    def device(self) -> ForwardPass:
+        return self.parts.forward
 
     def figure(self, name: str) -> float:
         value = self.request_metrics.get_sample_value(f"quire:{name}_total")
@@ -112,6 +119,8 @@ class ExactnessDeployment:
     """
 
     known: Mapping[int, Sequence[int]] = {}
+    retain: tuple[RetainDirective, ...] = ()
+    """What all requests ask the cache to retain; only HTTP has fields for it."""
 
     def __init__(
         self, directory: Path, models: Models, setting: Setting, prompt: tuple[int, ...]
@@ -130,19 +139,11 @@ class ExactnessDeployment:
         self._calls: list[Call] = []
 
     async def open(self) -> None:
-        setting, config = self.setting, self._models.of("prefill-0", 1)[0].config
-        sizes = {"pool": setting.num_blocks, "colder": setting.num_swap_blocks}
-        shape = (config.num_layers, 2, setting.block_size, config.num_kv_heads, config.head_dim)
+        setting = self.setting
         self._pools: dict[str, tuple[Any, Any, torch.Tensor]] = {}
-        for pool_id, num_blocks in sizes.items():
-            if num_blocks:
-                spec = await make_pool(self.store, num_blocks, setting.block_size, pool_id)
-                stamps = make_stamps(self._directory / pool_id, spec)
-                arena = torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
-                if setting.kv_in_int8:
-                    arena = int8_kv.quantize(arena)
-                stamps.check = partial(_check_finished, arena)
-                self._pools[pool_id] = spec, stamps, arena
+        await self._add_pool("pool", setting.num_blocks)
+        if setting.num_swap_blocks:
+            await self._add_pool("colder", setting.num_swap_blocks)
         changes, request_metrics = ChangeNotifier(), RequestMetrics(self.request_metrics)
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
@@ -160,14 +161,15 @@ class ExactnessDeployment:
         if setting.adapts:
             await adapters.load(ADAPTER, str(self._models.adapter))
         explainer = Explainer(self.dispatcher, self.directory, router, Records())
-        gateway = Gateway(
+        self._gateway = Gateway(
             *(self.directory, self.dispatcher, changes, request_metrics, options, explainer),
             adapters=adapters,
         )
-        self._service = InferenceService(gateway)
+        asked_over_http: Any = self
+        self._service = InferenceService(asked_over_http)
         migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
-        await self.until(lambda: all(stream.worker.connected for stream in self._streams.values()))
+        await self._until_connected()
 
     async def close(self) -> None:
         self.pause((*self.prefills, *self.decoders), every=0)
@@ -183,14 +185,28 @@ class ExactnessDeployment:
         for stream in self._streams.values():
             await stream.close()
         for worker in self._workers.values():
-            if worker.swap_pool:
-                worker.swap_pool.close()
+            if worker.parts.swap_pool:
+                worker.parts.swap_pool.close()
+            if worker.parts.files:
+                worker.parts.files.close()
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _add(self, role: Role, number: int) -> DeployedWorker:
+    async def _add_pool(self, pool_id: str, num_blocks: int, version: str = "") -> None:
+        """`version`: of its weights, as far as its fingerprint says."""
+        setting, config = self.setting, self._models.of("prefill-0", 1)[0].config
+        shape = (config.num_layers, 2, setting.block_size, config.num_kv_heads, config.head_dim)
+        spec = await make_pool(self.store, num_blocks, setting.block_size, pool_id, version)
+        stamps = make_stamps(self._directory / pool_id, spec)
+        arena = torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
+        if setting.kv_in_int8:
+            arena = int8_kv.quantize(arena)
+        stamps.check = partial(_check_finished, arena)
+        self._pools[pool_id] = spec, stamps, arena
+
+    async def _add(self, role: Role, number: int, pool_id: str = "pool") -> DeployedWorker:
         name, setting = f"{role}-{number}", self.setting
-        spec, stamps, arena = self._pools["pool"]
+        spec, stamps, arena = self._pools[pool_id]
         membership = await join(self.store, spec, name, stamps)
         request_metrics = CollectorRegistry()
         metrics = WorkerMetrics(request_metrics)
@@ -207,19 +223,36 @@ class ExactnessDeployment:
         device = setting.device(forward)
         parts = WorkerParts(
             *(self.store, membership, device, limits, metrics, swap_pool),
+            files=self._files(name, stamps, arena, metrics),
             adapters=WorkerAdapters(model.whole_config, model.load_adapter, 1, 64),
             grammars=Grammars(
                 self._models.directory, limits.vocab_size, model.config.eos_token_ids
             ),
             speculation=self._speculation(name, model, ops, arena) if role == "decode" else None,
         )
+        return await self._serve(role, parts, forward, request_metrics)
+
+    async def _serve(
+        self,
+        role: Role,
+        parts: WorkerParts,
+        forward: Watched,
+        request_metrics: CollectorRegistry,
+    ) -> DeployedWorker:
         worker = PoolWorker[Any](parts, ROLES[role])
         running = asyncio.create_task(worker.run())
-        self._workers[name] = DeployedWorker(
-            worker, forward, WorkerStream(worker), request_metrics, swap_pool, device, running
-        )
-        await self._announce(name, role, limits.max_num_seqs)
-        return self._workers[name]
+        found = DeployedWorker(worker, forward, parts, request_metrics, running)
+        self._workers[worker.worker_id] = found
+        await self._announce(worker, role, parts.limits.max_num_seqs)
+        return found
+
+    def _files(
+        self, name: str, stamps: Any, arena: torch.Tensor, metrics: WorkerMetrics
+    ) -> FileCache | None:
+        if not self.setting.keeps_files:
+            return None
+        files = BlockFiles(self._directory / "cache", "fingerprint", name, 1 << 30, 1)
+        return FileCache(files, stamps, blocks_of(arena), metrics, compares_costs=False)
 
     async def _swap_pool(
         self, membership: Any, metrics: WorkerMetrics, ops: Any
@@ -237,9 +270,10 @@ class ExactnessDeployment:
             compares_costs=False,
         )
 
-    async def _announce(self, name: str, role: Role, max_num_seqs: int) -> None:
+    async def _announce(self, worker: Any, role: Role, max_num_seqs: int) -> None:
         member = Member(
-            *(name, role, "nowhere:1", "serving", 1, PROTOCOL_VERSION, "pool", MODEL),
+            *(worker.worker_id, role, "nowhere:1", "serving", 1, PROTOCOL_VERSION),
+            *(worker.pool_id, MODEL),
             model_dir=str(self._models.directory),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -267,12 +301,17 @@ class ExactnessDeployment:
         return answer[number] if number < len(answer) else None
 
     def _connect(self, member: Member) -> Stream:
-        service = self._workers[member.member_id].service
+        service = WorkerStream(self._workers[member.member_id].worker)
         self._streams[member.member_id] = Stream(member, service.Connect, self.dispatcher)
         return self._streams[member.member_id]
 
     def stream(self, worker: DeployedWorker) -> Stream:
         return self._streams[worker.worker.worker_id]
+
+    async def _until_connected(self) -> None:
+        """Read the registry, and wait until the gateway is connected to all workers."""
+        await self.directory.refresh()
+        await self.until(lambda: all(worker.connected for worker in self.directory.workers))
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────
 
@@ -287,6 +326,12 @@ class ExactnessDeployment:
         no_deadline: Any = FakeContext()
         async for response in self._service.Generate(asked, no_deadline):
             call.deltas += messages.deltas(through_wire(response))
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Any]:
+        return self._gateway.generate(replace(request, retain=self.retain))
+
+    def explain(self, request_id: str) -> str:
+        return "\n".join(self._gateway.explain(request_id, LOCAL_OPERATOR))
 
     async def ask(self, request: Request) -> Answer:
         return await self.call(request).answer()
@@ -359,11 +404,52 @@ class ExactnessDeployment:
         paused.worker.role.preempt([job.ticket.holder_id for job in paused.worker.role.jobs])
         self.go_on()
 
-    async def drain(self, paused: DeployedWorker) -> None:
+    async def drain(self, paused: DeployedWorker, next_role: Role | None = None) -> None:
         """Move all requests of a paused worker to another one, with their blocks."""
-        paused.worker.drain()
+        paused.worker.drain(next_role)
         await self.until(lambda: all(job.ending is HANDED_OVER for job in paused.worker.role.jobs))
         self.go_on()
+
+    async def change_role(self, paused: DeployedWorker) -> None:
+        """Let a paused decode worker become the only prefill worker that takes requests."""
+        await self.drain(paused, "prefill")
+        await paused.worker.drained()
+        paused.running.cancel()
+        await asyncio.wait([paused.running])
+        for prefill in self.prefills:
+            prefill.worker.drain()
+        parts = paused.parts, paused.forward, paused.request_metrics
+        self.prefills.append(await self._serve("prefill", *parts))
+        self.decoders.remove(paused)
+        await self._until_connected()
+
+    async def upgrade(self, paused: DeployedWorker, pool_id: str = "pool") -> None:
+        """Start a worker of each role on this pool, and let the others leave. Requests that cannot
+        move are requeued at the end of the grace period."""
+        olds = (*self.prefills, *self.decoders)
+        self.prefills.append(await self._add("prefill", len(self.prefills), pool_id))
+        self.decoders.append(await self._add("decode", len(self.decoders), pool_id))
+        await self._until_connected()
+        for old in olds:
+            old.worker.drain()
+        if pool_id == "pool":
+            await self.drain(paused)
+        else:
+            paused.worker.role.requeue_all()
+        self.go_on()
+
+    async def upgrade_to_other_weights(self, paused: DeployedWorker) -> None:
+        await self._add_pool("renewed", self.setting.num_blocks, version="2")
+        await self.upgrade(paused, "renewed")
+
+    async def evict(self) -> None:
+        """Let another holder overwrite all blocks of the pool that are not retained."""
+        arena, decode = self._pools["pool"][2], self.decoders[0].worker.worker_id
+        stats = await self.store.stats("pool")
+        new = stats.num_free + stats.num_cached - stats.num_retained
+        found = await self.store.allocate("pool", "flood", decode, 1, (), new)
+        arena[list(found.block_ids)] = float("nan")
+        await self.store.release("pool", "flood", found.epoch)
 
     async def kill(self, paused: DeployedWorker) -> None:
         """Kill a paused worker after the step in flight, whose results reach neither gateway nor

@@ -18,7 +18,8 @@ class Setting:
     `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
     verify drafts, and every second draft is wrong. `has_draft_model`: the drafts come from a draft
     model, which is the model itself, and not from the answer that is known. `adapts`: requests name
-    a LoRA adapter. `kv_in_int8`: the pools hold keys and values in int8.
+    a LoRA adapter. `kv_in_int8`: the pools hold keys and values in int8. `keeps_files`: blocks that
+    prompts ask for again are kept in files.
     """
 
     block_size: int = 8
@@ -33,6 +34,7 @@ class Setting:
     has_draft_model: bool = False
     adapts: bool = False
     kv_in_int8: bool = False
+    keeps_files: bool = False
 
     @property
     def model(self) -> str:

@@ -286,9 +286,10 @@ def _request_ids_of(event: WorkerEvent) -> list[str]:
 
 
 async def make_pool(
-    store: MemoryStore, num_blocks: int, block_size: int, pool_id: str = "pool"
+    store: MemoryStore, num_blocks: int, block_size: int, pool_id: str = "pool", version: str = ""
 ) -> PoolSpec:
-    spec = PoolSpec(pool_id, "model", "fingerprint", num_blocks, block_size, block_bytes=1)
+    fingerprint = f"fingerprint{version}"
+    spec = PoolSpec(pool_id, "model", fingerprint, num_blocks, block_size, block_bytes=1)
     await store.register_pool(spec)
     return spec
 
