@@ -72,6 +72,15 @@ class RequestStats:
             self.prefilled = True
             self.num_cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
 
+    def add_call(self, before: "RequestStats") -> None:
+        """Note what an earlier call of the same request has computed, and what happened to it."""
+        self.prefilled = before.prefilled
+        self.num_cached_tokens, self.block_size = before.num_cached_tokens, before.block_size
+        self.retained = before.retained
+        self.num_preemptions, self.num_moves = before.num_preemptions, before.num_moves
+        self.num_accepted_drafts = before.num_accepted_drafts
+        self.num_rejected_drafts = before.num_rejected_drafts
+
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts that a step verified."""
         self.num_accepted_drafts += num_accepted

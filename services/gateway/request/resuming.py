@@ -21,6 +21,7 @@ def resume(request: Request, call: Request) -> None:
         raise DuplicateRequest("the running request is not the one to continue")
     before.close(DuplicateRequest("another call continues this request"))
     request.asked, request.sampling, request.output = call.asked, call.sampling, output
+    output.stats.add_call(before.stats)
     request.reading.begin(output, request.deadline)
     # The gateway does not keep the logprobs of tokens that the client has not received.
     must_recompute = request.wants_logprobs and before.is_ahead_of(output)
@@ -48,6 +49,7 @@ def adopt(request: Request, detached: DetachedTicket) -> None:
     tokens that the client has not received. The request may end with these tokens."""
     ticket = detached.ticket
     gained = request.tickets.adopt(ticket)
+    request.output.stats.note_prefill(ticket.num_cached_tokens)
     request.started_at = request.clock()
     request.attempt = Attempt(request.id, request.attempt.number, detached)
     if gained and request.wants_logprobs:

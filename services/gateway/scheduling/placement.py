@@ -132,6 +132,7 @@ class Placement:
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
         num_slots = request.num_sequences
+        request.output.stats.block_size = route.pool.spec.block_size
         if not num_slots:
             if request not in queue.waiting:
                 return True
@@ -167,7 +168,6 @@ class Placement:
         slots = slots_of(route.pool.decode, decode_id, request.num_sequences)
         request.timeline.note(placed(route, ranked, decode_id, slots))
         pool_id = route.prefill.spec.pool_id
-        request.output.stats.block_size = route.prefill.spec.block_size
         sending.submit(request, *ranked[0], pool_id, route.root_hash, route.source_pool_id)
         return True
 

@@ -7,19 +7,21 @@ import pytest
 
 from blockstore.errors import StoreUnavailable
 from blockstore.hashing import prefix_hashes
+from quire.v1.worker_pb2 import Requeue
 from services.gateway.access.caller import EVERYONE, LOCAL_OPERATOR, Caller
-from services.gateway.api import ChatMessage, RetainDirective
+from services.gateway.api import ChatMessage, Received, RetainDirective
 from services.gateway.output.usage import RequestUsage, RetainAnswer
 from services.runtime.errors import InvalidRequest
 from tests.waiting import until
 
 from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked
-from .fakes import FakeDecode, FakePrefill
+from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 LONG = tuple(range(1, 101))  # 6 blocks of 16 tokens, and 4 tokens
 HOUR = RetainDirective(3600, "p")
 ACME = Caller(key="alice", tenant="acme", retained_blocks=4)
 OTHER = Caller(key="bob", tenant="other")
+PREEMPTED = Requeue.REASON_PREEMPTED
 
 
 @pytest.fixture
@@ -162,18 +164,22 @@ async def test_usage_counts_what_is_read_and_written_once_for_all_answers(
     assert (usage.num_cached_tokens, usage.num_written_tokens) == (95, 0)
 
 
-@pytest.mark.parametrize("dies", ["prefill", "decode"])
-async def test_usage_is_that_of_the_first_prefill(make_harness: Any, dies: str) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("event", ["prefill dies", "decode dies", "preempted"])
+async def test_usage_is_that_of_the_first_prefill(make_harness: Any, event: str, n: int) -> None:
     """The next one finds what this request has computed itself. The request retains once."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
-    prefill.num_cached, prefill.holds, decode.pause_after = 32, dies == "prefill", 1
-    call = Call(harness.gateway, asked(prompt=LONG, retain=(HOUR,)))
+    prefill.num_cached, prefill.holds, decode.pause_after = 32, event == "prefill dies", 2
+    call = Call(harness.gateway, asked(prompt=LONG, retain=(HOUR,), sampling={"n": n}))
     await until(lambda: bool(prefill.held or decode.running))
     await harness.store.end_retention("pool", "~", "p")
     prefill.held.clear()
     prefill.holds, prefill.num_cached = False, 96
-    (prefill if dies == "prefill" else decode).die()
+    if event == "preempted":
+        decode.requeue("r1", PREEMPTED)
+    else:
+        (prefill if event == "prefill dies" else decode).die()
     decode.go_on(pause_after=8)
     last = await call.result()
     assert last.usage is not None
@@ -195,4 +201,31 @@ async def test_usage_of_a_moved_request(make_harness: Any) -> None:
     last = await call.result()
     assert last.usage is not None
     assert harness.num_moves() == 1
+    assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("is_parked", [False, True])
+async def test_usage_of_a_resumed_request(make_harness: Any, is_parked: bool, n: int) -> None:
+    """The second call continues it at the same gateway, or with its ticket at another one."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    prefill.names, decode.names = Verbatim(), Verbatim()
+    harness = await make_harness(prefill, decode)
+    prefill.num_cached, decode.parks, decode.pause_after = 32, is_parked, 2
+    fields: dict[str, Any] = {"prompt": LONG, "sampling": {"n": n}}
+    first = Call(harness.gateway, asked(**fields))
+    await until(lambda: len(first.tokens) == 2 * n)
+    gateway = harness.gateway
+    if is_parked:
+        gateway = (await harness.another()).gateway
+        await harness.lose_workers()
+        await until(lambda: bool(decode.parked))
+        first.task.cancel()
+    received = tuple(Received(i, tuple(expected(LONG, 2, i)), None) for i in range(n))
+    second = Call(gateway, asked(received=received, **fields))
+    await until(lambda: not decode.parked)
+    decode.go_on(pause_after=8)
+    last = await second.result()
+    assert last.usage is not None
+    assert len(prefill.submitted) == 1
     assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
