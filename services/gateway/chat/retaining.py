@@ -40,8 +40,8 @@ async def _resolved(
     require(1 <= asked.ttl_s <= MAX_TTL_S, f"ttl is {asked.ttl_s} s, not in [1, {MAX_TTL_S}]")
     if asked.until is None:
         return replace(asked, num_tokens=len(prompt))
-    # Some templates refuse a chat without a message of the user.
-    for shorter in (asked.until, (*asked.until, ChatMessage("user", ""))):
+    # Some templates refuse a chat without a message of the user, and nobody takes an empty one.
+    for shorter in filter(None, (asked.until, (*asked.until, ChatMessage("user", "")))):
         with suppress(InvalidRequest):
             tokens = await tokenize_prompt(
                 *(shorter, served.model, served.max_model_len),

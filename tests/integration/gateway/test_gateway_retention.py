@@ -9,7 +9,8 @@ from blockstore.errors import StoreUnavailable
 from blockstore.hashing import prefix_hashes
 from quire.v1.worker_pb2 import Requeue
 from services.gateway.access.caller import EVERYONE, LOCAL_OPERATOR, Caller
-from services.gateway.api import ChatMessage, Received, RetainDirective
+from services.gateway.api import ChatMessage, RetainDirective
+from services.gateway.output.delta import Received
 from services.gateway.output.usage import RequestUsage, RetainAnswer
 from services.runtime.errors import InvalidRequest
 from tests.waiting import until

@@ -94,23 +94,26 @@ async def test_events_of_a_stream_come_in_order(http: httpx.AsyncClient) -> None
 async def test_breakpoints_retain_the_conversation_up_to_them(
     http: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """Of the prompt's 7 tokens, 4 are retained; the generator had 4 in the cache."""
+    """Of the prompt's 7 tokens, 4 are retained; the generator had 4 in the cache. A breakpoint of a
+    tool, even of one that is left out, is behind the system prompt, which has all tools."""
     generator.num_cached_tokens = 2
     text = {"type": "text", "text": "Hi"}
     body = {
         **HI,
         "system": [{"type": "text", "text": "Be brief.", **CACHED}, {"type": "text", "text": "."}],
         "messages": [{"role": "user", "content": [{**text, **CACHED}, text]}],
+        "tools": [TOOL, {"type": "web_search_1", "name": "w", **CACHED}],
         "cache_control": {"type": "ephemeral"},
     }
     usage = (await http.post("/v1/messages", json=body)).json()["usage"]
     brief, system = (ChatMessage("system", each) for each in ("Be brief.", "Be brief.\n."))
     assert generator.requests[0].retain == (
+        RetainDirective(3600, until=(system,)),
         RetainDirective(3600, until=(brief,)),
         RetainDirective(3600, until=(system, ChatMessage("user", "Hi"))),
         RetainDirective(300),
     )
-    assert [each["ttl"] for each in usage.pop("retained")] == [3600, 3600, 300]
+    assert [each["ttl"] for each in usage.pop("retained")] == [3600, 3600, 3600, 300]
     created = {"cache_creation_input_tokens": 2, "cache_read_input_tokens": 2}
     assert usage == {**USAGE, **created}
 

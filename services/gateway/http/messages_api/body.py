@@ -23,7 +23,7 @@ from services.gateway.http.bodies.tools import (
     FunctionBody,
     Name,
     NamedFunctionBody,
-    OtherTool,
+    OtherToolBody,
     requested_tools,
     tagged,
 )
@@ -40,12 +40,17 @@ class CustomToolBody(FunctionBody, CachedBody):
     parameters: dict[str, Any] = Field(alias="input_schema")
 
 
+class ServerToolBody(OtherToolBody, CachedBody):
+    """A tool of Anthropic's servers. It is left out; its breakpoint counts."""
+
+
 def _tagged(value: Any) -> str:
     return tagged(value, own=("custom", "function"))
 
 
 Tool = Annotated[
-    Annotated[CustomToolBody, Tag("function_tool")] | OtherTool, Discriminator(_tagged)
+    Annotated[CustomToolBody, Tag("function_tool")] | Annotated[ServerToolBody, Tag("other_tool")],
+    Discriminator(_tagged),
 ]
 
 
@@ -157,7 +162,12 @@ class MessagesBody(PromptBody, SampledBody):
         return *super().directives(prompt, name), *self._breakpoints(), *own
 
     def _breakpoints(self) -> Iterator[RetainDirective]:
-        """The directives of blocks: the chat up to and with each of them."""
+        """The directives of tools and blocks: the chat up to and with each of them. The tools stand
+        in the system prompt, before or after its text, as the chat template wants."""
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                until = messages_of(self.system, ())
+                yield RetainDirective(tool.cache_control.ttl_s, until=until)
         for number, block in enumerate(self.system, 1):
             if block.cache_control is not None:
                 until = messages_of(self.system[:number], ())

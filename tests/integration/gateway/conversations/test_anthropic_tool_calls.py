@@ -21,6 +21,7 @@ CONTENT = [
     {"type": "tool_use", "name": "get_weather", "input": {"city": "Genève"}},
     {"type": "tool_use", "name": "get_time", "input": {}},
 ]
+CACHE_FIELDS = "cache_read_", "cache_creation_"
 BODY: dict[str, Any] = {
     "model": "toy",
     "max_tokens": 500,
@@ -105,3 +106,20 @@ async def test_a_whole_turn_goes_back(http: httpx.AsyncClient, script: Script) -
     second = await http.post("/v1/messages", json={**BODY, "messages": BODY["messages"] + turn})
     assert second.json()["content"] == [{"type": "text", "text": "It is 12 degrees."}]
     assert second.json()["stop_reason"] == "stop_sequence"
+
+
+async def test_a_breakpoint_of_the_last_tool_retains_all_tools(http: httpx.AsyncClient) -> None:
+    """Two conversations with the same tools retain the same prefix."""
+    first, last = BODY["tools"]
+    tools = [first, {**last, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    answers = []
+    for text in ("What is the weather?", "Is it late?"):
+        said = {"messages": [{"role": "user", "content": text}], "tools": tools}
+        usage = (await http.post("/v1/messages", json={**BODY, **said})).json()["usage"]
+        answers += usage["retained"]
+    assert answers[0] == answers[1]
+    assert (answers[0]["status"], answers[0]["ttl"]) == ("accepted", 3600)
+    num_tokens = answers[0]["asked_tokens"]  # this model has a token for each byte
+    num_of_prompt = sum(usage[f"{each}input_tokens"] for each in ("", *CACHE_FIELDS))
+    assert num_of_prompt - num_tokens == len("Is it late?##")
+    assert answers[0]["retained_tokens"] == num_tokens // 16 * 16
