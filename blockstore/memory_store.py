@@ -156,9 +156,9 @@ class MemoryStore:
     async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
         return self.ledger(pool_id).end_retention(owner, name)
 
-    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+    async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
         ledger = self.ledger(pool_id)
-        return ledger.retentions.records(ledger.blocks)
+        return ledger.retentions.records(ledger.blocks, with_hashes)
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return self.ledger(pool_id).match(hashes)

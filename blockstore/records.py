@@ -115,6 +115,8 @@ class Retention:
     """The number of its hashes that are indexed."""
     left_ms: int = field(compare=False)
     """The time until it ends; 0 if its time has passed."""
+    hashes: tuple[PrefixHash, ...] = ()
+    """Its hashes, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

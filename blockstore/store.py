@@ -267,9 +267,9 @@ class BlockStore(Protocol):
     async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
         """End a retention; returns whether there was one."""
 
-    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+    async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
         """Return the retentions, sorted by owner and name; those whose time has passed may be among
-        them."""
+        them. With `with_hashes`, one that was made meanwhile may lack its hashes."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """Return how many leading `hashes` are in the index. Changes nothing, not even the order of

@@ -61,13 +61,14 @@ class Retentions(dict[Key, Entry]):
             if self[key].ends_at <= self.clock():
                 self.end(blocks, key)
 
-    def records(self, blocks: Blocks) -> tuple[Retention, ...]:
+    def records(self, blocks: Blocks, with_hashes: bool) -> tuple[Retention, ...]:
         return tuple(
             Retention(
                 *key,
                 num_blocks=len(entry.hashes),
                 num_cached=sum(each in blocks.index for each in entry.hashes),
                 left_ms=max(0, round((entry.ends_at - self.clock()) * 1000)),
+                hashes=entry.hashes if with_hashes else (),
             )
             for key, entry in sorted(self.items())
         )

@@ -100,13 +100,24 @@ class RedisReads(RedisCalls):
 
         await link.free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
-    async def retentions(self, pool_id: str) -> tuple[Retention, ...]:
+    async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
+        if not await self._retains(pool_id):
+            return ()
+        rows = await self._retention_pages("retentions", pool_id)
+        parts = await self._retention_pages("ledger", pool_id, "retentions") if with_hashes else []
+        hashes = {key: tuple(flat[::2]) for key, *flat in parts}
+        found = (retention(row, hashes) for row in rows)
+        return tuple(sorted(found, key=lambda each: (each.owner, each.name)))
+
+    async def _retention_pages(self, function: str, pool_id: str, *parts: str) -> list[Any]:
+        """Read all retentions with a function that returns them in pages, last in its answer."""
         rows: list[Any] = []
-        page = [None] * RETENTION_PAGE if await self._retains(pool_id) else []
+        page = [None] * RETENTION_PAGE
         while len(page) == RETENTION_PAGE:
-            page = await self._read("retentions", pool_id, len(rows), RETENTION_PAGE)
+            reply = await self._read(function, pool_id, *parts, len(rows), RETENTION_PAGE)
+            page = reply[-1] if parts else reply
             rows.extend(page)
-        return tuple(sorted(map(retention, rows), key=lambda each: (each.owner, each.name)))
+        return rows
 
     async def _retains(self, pool_id: str) -> bool:
         """Whether the pool's functions know retention: those of the version before do not."""

@@ -1,6 +1,6 @@
 """Encodes arguments for the functions in functions/*.lua, and decodes their replies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from blockstore.records import (
@@ -10,6 +10,7 @@ from blockstore.records import (
     HolderInfo,
     PoolSpec,
     PoolStats,
+    PrefixHash,
     Retention,
     Wait,
 )
@@ -61,10 +62,10 @@ def holder_info(reply: list[Any]) -> HolderInfo:
     return HolderInfo(holder_id.decode(), epoch, worker_id.decode(), order, num_blocks)
 
 
-def retention(row: list[Any]) -> Retention:
+def retention(row: list[Any], hashes: Mapping[bytes, tuple[PrefixHash, ...]]) -> Retention:
     key, left_ms, num_blocks, num_cached = row
     owner, name = key.decode().split("/", 1)
-    return Retention(owner, name, num_blocks, num_cached, left_ms)
+    return Retention(owner, name, num_blocks, num_cached, left_ms, hashes.get(key, ()))
 
 
 def claim(reply: list[Any]) -> Claim:

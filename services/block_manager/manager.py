@@ -1,6 +1,7 @@
 """The block manager: reaps dead workers, fences stuck ones, removes pools without an owner, keeps
-the memory of pools on GPUs, exports pool metrics and audits pools. It is not on the path of a
-request: while it is away, only this work waits, and no worker can join a pool on a GPU."""
+the memory of pools on GPUs and copies of what is retained, exports pool metrics and audits pools.
+It is not on the path of a request: while it is away, only this work waits, and no worker can join a
+pool on a GPU."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from services.block_manager.gpu.keeper import Keeper
 from services.block_manager.gpu.processes import AllProcesses, GpuProcesses
 from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
+from services.block_manager.retention_copies import RetentionCopies
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.survey import Survey, survey
 from services.block_manager.sweeper import Sweeper
@@ -52,6 +54,7 @@ class BlockManager:
             self._sweeper.sweep,
             self._fencer.fence_stuck,
             self._auditor.observe,
+            RetentionCopies().update,
         )
         self._running: dict[Check, asyncio.Task[bool]] = {}
         self._is_idle = False
@@ -74,7 +77,7 @@ class BlockManager:
         return IDLE_SCANS * scan_s if is_quiet else scan_s
 
     async def _run_checks(self, loops: asyncio.TaskGroup, connection: Connection) -> None:
-        """Run one round: sweep, fence and observe, each in a task of its own. A task that is
+        """Run one round: sweep, fence, observe and copy, each in a task of its own. A task that is
         blocked, for example by a lock, does not delay the others, and the next rounds skip it until
         it ends."""
         self._is_idle = False  # until this round has found out

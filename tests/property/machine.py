@@ -384,7 +384,7 @@ async def _view(store: BlockStore, worker_ids: Sequence[str]) -> object:
     return (
         await store.stats("pool"),
         await _outcome(store.holders("pool")),
-        await store.retentions("pool"),
+        await store.retentions("pool", with_hashes=True),
         [await store.match("pool", [prefix_hash]) for prefix_hash in HASHES],
         [await _outcome(store.heartbeat("pool", worker_id)) for worker_id in worker_ids],
     )
