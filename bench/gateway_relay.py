@@ -43,7 +43,6 @@ from quire.types import Sampling
 from quire.v1 import inference_pb2_grpc
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
-from services.gateway.access_control import AccessControl
 from services.gateway.api import Generator
 from services.gateway.config import GatewayOptions
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
@@ -102,7 +101,6 @@ async def _listening(front: Front, gateway: Generator) -> AsyncIterator[int]:
             json.dump({"keys": [{"name": "bench", "hash": hash_key(KEY)}]}, file)
             file.flush()
             ring = Keyring(Path(file.name), KeyringMetrics(CollectorRegistry()))
-        gateway = AccessControl(gateway, ring)
     if front.over == "http":
         app = create_app(gateway, CollectorRegistry(), keyring=ring)
         async with http_server(app, "127.0.0.1", 0, tls=front.tls) as port:
