@@ -30,10 +30,6 @@ CA_DAYS = 3650
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-class CertificateError(BadTls):
-    """A certificate cannot be made."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Pair:
     certificate: "x509.Certificate"
@@ -55,7 +51,7 @@ def write_certificates(
     An existing CA is kept, so that certificates can be renewed while services run: they read
     changed files again. `hosts` are names and addresses by which clients reach the gateways, and
     `service_hosts` further names of services, such as a Valkey's with the same certificate. The
-    CA's key may be kept elsewhere than in `directory` (`ca_key`). Raises CertificateError.
+    CA's key may be kept elsewhere than in `directory` (`ca_key`). Raises BadTls.
     """
     wanted: dict[str, tuple[tuple[str, ...], str]] = {
         "service": ((SERVICE_NAME, *service_hosts), "both"),
@@ -64,10 +60,10 @@ def write_certificates(
     }
     for name in clients:
         if name in ("ca", "service", "gateway") or not name.replace("-", "").isalnum():
-            raise CertificateError(f"{name!r} cannot be a client's name: letters, digits, hyphens")
+            raise BadTls(f"{name!r} cannot be a client's name: letters, digits, hyphens")
     for host in (*hosts, *service_hosts):
         if not _is_host(host):
-            raise CertificateError(f"{host!r} is neither a host's name nor an address")
+            raise BadTls(f"{host!r} is neither a host's name nor an address")
     try:
         directory.mkdir(exist_ok=True)
         ca, written = _authority(directory / "ca.crt", ca_key or directory / "ca.key")
@@ -76,7 +72,7 @@ def write_certificates(
             _write(directory / f"{name}.crt", directory / f"{name}.key", signed)
             written += [f"{name}.crt", f"{name}.key"]
     except OSError as error:
-        raise CertificateError(f"cannot write to {directory}: {error.strerror}") from error
+        raise BadTls(f"cannot write to {directory}: {error.strerror}") from error
     return written
 
 
@@ -87,7 +83,7 @@ def _authority(certificate: Path, key: Path) -> tuple[_Pair, list[str]]:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     if certificate.exists() != key.exists():
-        raise CertificateError(f"one of {certificate} and {key} is missing; both are needed")
+        raise BadTls(f"one of {certificate} and {key} is missing; both are needed")
     if not certificate.exists():
         ca = _signed(None, "ca", (), "ca", CA_DAYS)
         _write(certificate, key, ca)
@@ -96,11 +92,11 @@ def _authority(certificate: Path, key: Path) -> tuple[_Pair, list[str]]:
         loaded = load_pem_private_key(key.read_bytes(), None)
         found = x509.load_pem_x509_certificate(certificate.read_bytes())
     except ValueError as error:
-        raise CertificateError(f"the CA {certificate} cannot be read: {error}") from error
+        raise BadTls(f"the CA {certificate} cannot be read: {error}") from error
     if not isinstance(loaded, EllipticCurvePrivateKey):
-        raise CertificateError(f"{key} was not made by `quire certs`: it is no EC key")
+        raise BadTls(f"{key} was not made by `quire certs`: it is no EC key")
     if found.not_valid_after_utc < datetime.now(UTC):
-        raise CertificateError(f"{certificate} expired at {found.not_valid_after_utc:%Y-%m-%d}")
+        raise BadTls(f"{certificate} expired at {found.not_valid_after_utc:%Y-%m-%d}")
     return _Pair(found, loaded), []
 
 

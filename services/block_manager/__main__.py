@@ -59,7 +59,7 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
         with metrics_endpoint(settings, metrics, health):
             await _serve(settings, runner, pool_metrics, stop, health)
     finally:
-        await runner.close()
+        await runner.connection.close()
 
 
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:

@@ -74,9 +74,6 @@ class RoundRunner:
                 return
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def close(self) -> None:
-        await self.connection.close()
-
     async def run_once(self, action: Round) -> bool:
         """Run `action` once. Returns whether it succeeded."""
         connection = self.connection

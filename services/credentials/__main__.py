@@ -18,7 +18,8 @@ from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from blockstore.acl import acl_file
-from quire.certificates import CertificateError, write_certificates
+from quire.certificates import write_certificates
+from quire.errors import BadTls
 from quire.options.shared import SeveralTexts
 from services.runtime.config import ServiceSettings
 from services.runtime.errors import StartupError
@@ -71,7 +72,7 @@ async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
             service_hosts=[settings.redis_host],
             ca_key=settings.ca_key,
         )
-    except CertificateError as error:
+    except BadTls as error:
         raise StartupError(str(error)) from error
     log.info("credentials_written", run_dir=str(settings.run_dir))
 

@@ -11,7 +11,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from quire.types import Sampling, Usage
+from quire import types
+from quire.types import Model, Sampling, Usage
 from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.usage import RetainAnswer, RetainedPrefix
@@ -19,11 +20,7 @@ from services.model.structured.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    content: str
-    name: str = ""
-    """The speaker, for chat templates that distinguish several speakers of one role; "" if none."""
+class ChatMessage(types.ChatMessage):
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields for the chat template: tool_calls, tool_call_id, reasoning_content."""
 
@@ -144,6 +141,7 @@ class GenerationRequest:
     tools: RequestedTools | None = None
     wants_parts: bool = False
     """Deltas of a chat have the parts of its message, if the model's format is known."""
+    query: ClassVar[None] = None
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
     truncation: Truncation | None = None
@@ -173,6 +171,9 @@ class EmbeddingRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     sampling: ClassVar[Sampling] = ONE
+    tools: ClassVar[None] = None
+    template_arguments: ClassVar[TemplateArguments] = {}
+    add_generation_prompt: ClassVar[bool] = True
     include_metrics: ClassVar[bool] = False
     received: ClassVar[None] = None
     """An embedding is not resumed: its client asks again."""
@@ -191,35 +192,11 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model under one of its names. `root`: its own name, if `model` is an alias."""
+class ServedModel(Model):
+    """A model under one of its names."""
 
-    model: str
-    max_model_len: int
-    """The longest prompt + generation that a pool has room for."""
-    block_size: int
-    dtype: str
-    """Of the weights: int8, int4-32 ... where their linears compute quantized."""
     root: str = ""
-    parent: str = ""
-    """Of a LoRA adapter, the model that it is for."""
-    context: int = 0
-    """The longest prompt + generation of the model, whatever the pools' room."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    """A prompt to tokenize, as the generator would to generate."""
-
-    prompt: str | tuple[ChatMessage, ...]
-    model: str = ""
-    add_special_tokens: bool = True
-    """To text; a chat has those of its template."""
-    add_generation_prompt: bool = True
-    """To a chat."""
-    template_arguments: TemplateArguments = field(default_factory=dict)
-    tools: RequestedTools | None = None
-    with_tokens: bool = False
+    """The model's own name, if `id` is an alias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +239,9 @@ class Generator(Protocol):
     async def scores_pairs(self, model: str, request_id: str) -> bool:
         """Whether the model is a cross-encoder. Records and raises as `generate` does."""
 
-    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker, Overloaded or
-        RateLimited."""
+    async def tokenize(self, request: GenerationRequest, *, with_tokens: bool = False) -> Tokenized:
+        """The prompt of a request, as it would be computed. Raises InvalidRequest, PromptTooLong,
+        UnknownModel, NoWorker, Overloaded or RateLimited."""
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """The text of tokens, special tokens included. Raises as `tokenize`."""

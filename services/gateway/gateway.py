@@ -15,7 +15,6 @@ from services.gateway.api import (
     GenerationRequest,
     ServedModel,
     Tokenized,
-    TokenizeRequest,
 )
 from services.gateway.chat.admission import admit, check_priority
 from services.gateway.chat.embeddings import admit_embedding
@@ -194,19 +193,13 @@ class Gateway:
         """See `Generator.drop_retained`."""
         return await self._dispatcher.retention.drop(name, caller, tenant)
 
-    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, *, with_tokens: bool = False) -> Tokenized:
         """See `Generator.tokenize`."""
-        caller = current_caller(EVERYONE)
-        with self._tokenizing(caller):
-            _, served, _ = await self._served(request.model, caller)
-            token_ids = await tokenize_prompt(
-                *(request.prompt, served.model, served.max_model_len),
-                *(request.template_arguments, request.tools),
-                add_special_tokens=request.add_special_tokens,
-                add_generation_prompt=request.add_generation_prompt,
-            )
+        with self._tokenizing(request.caller):
+            _, served, _ = await self._served(request.model, request.caller)
+            token_ids = await tokenize_prompt(request, served.model, served.max_model_len)
         names = map(served.model.tokenizer.token, token_ids)
-        tokens = tuple(names) if request.with_tokens else None
+        tokens = tuple(names) if with_tokens else None
         return Tokenized(token_ids, tokens, served.longest_request)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
@@ -264,13 +257,13 @@ class Gateway:
             if is_complete(roots[name])
         }
         adapters = [
-            replace(models[one.model], model=one.adapter.name, root="", parent=one.model)
+            replace(models[one.model], id=one.adapter.name, root="", parent=one.model)
             for one in (() if self._adapters is None else self._adapters.served())
             if one.model in models
         ]
         sees = current_caller(EVERYONE).sees
         every = (*models.values(), *adapters)
-        return tuple(each for each in every if sees(each.model) or sees(each.root))
+        return tuple(each for each in every if sees(each.id) or sees(each.root))
 
     def ready(self) -> bool:
         has_adapters = self._adapters is None or self._adapters.ready
@@ -280,7 +273,7 @@ class Gateway:
         served = self._pools(model)
         member = next(pool for pool in served.pools if pool.decode).decode[0].member
         return ServedModel(
-            model=name,
+            id=name,
             root=model,
             max_model_len=served.longest_request,
             context=served.max_model_len,

@@ -61,7 +61,7 @@ class Mover:
     def bandwidths(self) -> dict[str, str]:
         """The pools that can be pulled from, with their bandwidths, for the registry."""
         return {
-            BANDWIDTH + source.pool_id: str(round(source.bandwidth.bytes_per_s))
+            BANDWIDTH + source.pool_id: str(round(source.bytes_per_s))
             for source in self._sources.values()
             if source.has_lease
         }
@@ -135,7 +135,7 @@ class Mover:
             self._metrics.blocks.labels(labels).inc(pull.num_blocks)
             self._metrics.seconds.labels(labels).observe(seconds)
             num_bytes = pull.num_blocks * self._own.spec.block_bytes
-            source.bandwidth.observe(num_bytes, pull.reading_s)
+            source.measure(num_bytes, pull.reading_s)
             self._show_bandwidth(source)
 
     def _source_of(self, pool_id: str) -> Source:
@@ -240,7 +240,7 @@ class Mover:
             self._metrics.forget(source.pool_id)
 
     def _show_bandwidth(self, source: Source) -> None:
-        pool_id, bytes_per_s = source.pool_id, source.bandwidth.bytes_per_s
+        pool_id, bytes_per_s = source.pool_id, source.bytes_per_s
         is_slow = bytes_per_s < parse_size(self._settings.min_bandwidth)
         self._metrics.bandwidth.labels(pool_id).set(bytes_per_s)
         self._metrics.slow.labels(pool_id).set(is_slow)

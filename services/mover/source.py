@@ -48,18 +48,6 @@ _WEIGHT = 0.3
 """The weight of the newest measurement in the running mean."""
 
 
-class Bandwidth:
-    """The measured bandwidth of a source in bytes a second; 0 before the first measurement."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes and seconds > 0:
-            value, before = num_bytes / seconds, self.bytes_per_s
-            self.bytes_per_s = before + _WEIGHT * (value - before) if before else value
-
-
 @dataclass(slots=True)
 class Side:
     """A pool of a pull, and this mover's name on it."""
@@ -90,10 +78,17 @@ class Source(Side):
     lease_s: float
     stampings: "asyncio.Queue[Stamping]" = field(default_factory=asyncio.Queue)
     """The memory for stamps that no pull uses. It limits how many pulls of the source run."""
-    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    bytes_per_s: float = 0.0
+    """The measured bandwidth; 0 before the first measurement."""
     is_broken: bool = False
     """After a failed call nothing is pulled, and the mover opens another source."""
     _lease_ends: float = 0.0
+
+    def measure(self, num_bytes: int, seconds: float) -> None:
+        """Take a read of this size into the mean of the bandwidth."""
+        if num_bytes and seconds > 0:
+            value, before = num_bytes / seconds, self.bytes_per_s
+            self.bytes_per_s = before + _WEIGHT * (value - before) if before else value
 
     @property
     def pool_id(self) -> str:
@@ -206,11 +201,11 @@ async def _probe(source: Source, header: PoolHeader, transport: Transport, num_b
         seconds = asyncio.get_running_loop().time() - began
     transport.forget(scratch)
     probe_bytes = num_blocks * header.spec.block_bytes
-    source.bandwidth.observe(probe_bytes, seconds)
+    source.measure(probe_bytes, seconds)
     log.info(
         "source_joined",
         pool_id=header.pool_id,
         member_id=source.member_id,
-        bandwidth_bytes_per_s=round(source.bandwidth.bytes_per_s),
+        bandwidth_bytes_per_s=round(source.bytes_per_s),
         probe_bytes=probe_bytes,
     )

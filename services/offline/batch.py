@@ -5,7 +5,6 @@ The answers are those of the HTTP API. A run that was cut off continues where it
 whose answers are in the output file are not computed again.
 """
 
-import asyncio
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from services.gateway.http.answering.answer import Answer
 from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
+from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.answering.merge import merged
 from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
@@ -149,30 +149,20 @@ async def run_batch(
 ) -> int:
     """Compute the requests, `num_at_once` at a time, and write each answer when it is there.
     Returns how many failed. Raises BatchError if an answer cannot be written."""
-    waiting = iter(requests)
-    num_failed = 0
 
-    async def work() -> None:
-        nonlocal num_failed
-        for request in waiting:
-            status, body = await answer(request)
-            num_failed += status != 200
-            line = {
-                "id": f"{_ID}{secrets.token_hex(12)}",
-                "custom_id": request.custom_id,
-                "response": {"status_code": status, "request_id": request.custom_id, "body": body},
-                "error": None,
-            }
-            _write(output, json.dumps(line).encode() + b"\n")
-            on_answer()
+    async def has_failed(request: BatchRequest) -> bool:
+        status, body = await answer(request)
+        line = {
+            "id": f"{_ID}{secrets.token_hex(12)}",
+            "custom_id": request.custom_id,
+            "response": {"status_code": status, "request_id": request.custom_id, "body": body},
+            "error": None,
+        }
+        _write(output, json.dumps(line).encode() + b"\n")
+        on_answer()
+        return status != 200
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(num_at_once):
-                tasks.create_task(work())
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from group
-    return num_failed
+    return sum(await in_order(has_failed, requests, num_at_once))
 
 
 def _write(output: FileIO, line: bytes) -> None:

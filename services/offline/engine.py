@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -33,7 +32,7 @@ from services.gateway.chat.outputs import open_output
 from services.gateway.output.output import Output
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.request import Request
-from services.gateway.request.tickets import new_ticket
+from services.gateway.request.tickets import Tickets
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.models.catalog import load_model
 from services.gateway.workers.models.model_names import choose_model
@@ -46,7 +45,7 @@ from services.pool.memory import available_bytes
 from services.pool.sizing import num_blocks_for
 from services.pool.stamps import Stamps, record_bytes
 from services.protocol.messages import Failed, Prefilled, Requeued, WorkerEvent
-from services.protocol.ticket import Adapter, TicketSequence, TicketState, queue_order
+from services.protocol.ticket import Adapter, queue_order
 from services.runtime.errors import InvalidRequest, StartupError
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.rpc.error_table import error_of
@@ -200,8 +199,8 @@ class OfflineEngine:
         open_output(request, model, arrived_at, meter=meter, rests=None, reports_cached=True)
         digest, arrival = request.adapter.digest if request.adapter else "", next(self._arrivals)
         root = root_hash(self.spec.fingerprint, self._secret, request.cache_salt, digest)
-        fixed = queue_order(request.asked.priority, arrival), self.spec.pool_id, root
-        running = _Request(request, fixed, self.role)
+        tickets = Tickets(request, queue_order(request.asked.priority, arrival))
+        running = _Request(request, tickets, (self.spec.pool_id, root), self.role)
         running.submit()
         try:
             yield request.output
@@ -223,21 +222,18 @@ class OfflineEngine:
 class _Request:
     """A request that runs: what the worker calls with its events (`events.Session`)."""
 
-    def __init__(self, request: Request, fixed: tuple[int, str, PrefixHash], role: Whole) -> None:
-        """`fixed` has order, pool and root hash of its tickets."""
-        self._request, self._fixed, self._role = request, fixed, role
+    def __init__(
+        self, request: Request, tickets: Tickets, home: tuple[str, PrefixHash], role: Whole
+    ) -> None:
+        """`home` has the pool and the root hash of its tickets."""
+        self._request, self._tickets, self._home, self._role = request, tickets, home, role
         self._output = request.output
         self._attempts, self._key = itertools.count(), ("", 0)
 
-    def submit(self, progress: TicketState | None = None) -> None:
-        """Submit the request with the tokens that it has. `progress` is of a beam search."""
-        request, output = self._request, self._output
-        sequences = tuple(TicketSequence(one.index, tuple(one.tokens)) for one in output.living)
-        ticket = new_ticket(request, next(self._attempts), *self._fixed, sequences)
-        if request.sampling.beam is not None or not sequences:
-            sequences = (TicketSequence(0),) if progress is None else progress.sequences
-            beams = None if progress is None else progress.beams
-            ticket = replace(ticket, sequences=sequences, beams=beams)
+    def submit(self) -> None:
+        """Submit the request with the tokens that it has."""
+        request = self._request
+        ticket = self._tickets.submit(next(self._attempts), *self._home, None)
         self._key = ticket.key
         self._role.submit(self, ticket, request.unsent_prompt_logprobs, request.pooling)
 
@@ -251,7 +247,8 @@ class _Request:
                 self._write(event)
             case Requeued(ticket=progress):
                 self._output.stats.num_preemptions += 1
-                self.submit(progress)
+                self._tickets.save_search(progress)
+                self.submit()
             case Failed(code=code, message=message):
                 self._output.close(error_of(code, message))
         if then is not None:

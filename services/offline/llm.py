@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import cycle
-from operator import index, mul
+from operator import index
 from typing import Any, Self, TypeVar, cast
 
 import structlog
@@ -34,6 +34,7 @@ from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
+from services.gateway.http.scoring import scores_of
 from services.gateway.output.delta import TokenLogprobs as Reported
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
@@ -171,11 +172,10 @@ class LLM:
         if self.engine.is_cross_encoder:
             both = zip(cycle(left), right, strict=False)
             pairs = [api.EmbeddingRequest(other, query=one) for one, other in both]
-            scores = self._answer_all(pairs, self._embedding, "Scoring", use_tqdm)
-            return [each.values[0] for each in scores]
-        found = [each.values for each in self.embed([*left, *right], use_tqdm=use_tqdm)]
-        vectors = zip(cycle(found[: len(left)]), found[len(left) :], strict=False)
-        return [sum(map(mul, one, other)) for one, other in vectors]
+            found = self._answer_all(pairs, self._embedding, "Scoring", use_tqdm)
+        else:
+            found = self.embed([*left, *right], use_tqdm=use_tqdm)
+        return list(scores_of([each.values for each in found], left, right))
 
     def close(self) -> None:
         """Free the model and the pool. A second call does nothing."""

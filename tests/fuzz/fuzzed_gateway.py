@@ -24,6 +24,7 @@ from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.models.catalog import load_model
+from services.gateway.workers.movers import Movers
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
@@ -187,6 +188,7 @@ class FuzzedGateway:
             options,
             changes,
             request_metrics.record_end,
+            Movers(b"").pull,
         )
         for connection in self.connections:
             connection.open(self.dispatcher)

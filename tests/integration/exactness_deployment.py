@@ -39,6 +39,7 @@ from services.gateway.scheduling.router import Router
 from services.gateway.workers.adapters import GatewayAdapters
 from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
@@ -150,7 +151,8 @@ class ExactnessDeployment:
         )
         router, options = Router(self.store, b"secret"), GatewayOptions()
         self.dispatcher = Dispatcher(
-            self.directory, router, self.registry, options, changes, request_metrics.record_end
+            *(self.directory, router, self.registry, options, changes),
+            *(request_metrics.record_end, Movers(b"").pull),
         )
         for number in range(setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))

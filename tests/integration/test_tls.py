@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.async_client import AsyncClient
-from quire.certificates import CertificateError, write_certificates
+from quire.certificates import write_certificates
 from quire.connections import Tls
 from quire.errors import BadTls, Unreachable
 from services.gateway.http.server import http_server
@@ -197,7 +197,7 @@ def test_half_a_ca_is_refused_and_a_whole_one_kept(tmp_path: Path) -> None:
     assert (tmp_path / "ca.crt").read_bytes() == before
     assert (tmp_path / "ca.key").stat().st_mode & 0o777 == 0o600
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(CertificateError, match="both are needed"):
+    with pytest.raises(BadTls, match="both are needed"):
         write_certificates(tmp_path)
 
 

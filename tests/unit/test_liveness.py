@@ -14,8 +14,6 @@ import pytest
 
 from services.block_manager.gpu.processes import (
     AllProcesses,
-    MappedProcesses,
-    NvmlProcesses,
     ProcessListError,
 )
 from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProcesses, write_records
@@ -272,7 +270,7 @@ def nvml_with(monkeypatch: pytest.MonkeyPatch, *processes: int, mps: tuple[int, 
 
 def test_nvml_lists_processes_of_mps_too(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml_with(monkeypatch, 3, 5, mps=(7,))
-    assert NvmlProcesses().pids(GPU) == {3, 5, 7}
+    assert AllProcesses().pids(GPU) == {3, 5, 7}
 
 
 def test_nvml_without_mps_lists_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +279,7 @@ def test_nvml_without_mps_lists_the_others(monkeypatch: pytest.MonkeyPatch) -> N
 
     nvml_with(monkeypatch, 3)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", refuse)
-    assert NvmlProcesses().pids(GPU) == {3}
+    assert AllProcesses().pids(GPU) == {3}
 
 
 def test_nvml_without_a_driver_is_an_error() -> None:
@@ -293,7 +291,7 @@ def test_nvml_without_a_driver_is_an_error() -> None:
 def test_nvml_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(ProcessListError, match="nvidia-ml-py is not installed"):
-        NvmlProcesses().pids(GPU)
+        AllProcesses().pids(GPU)
 
 
 def test_processes_with_a_driver_of_a_memfd_use_it() -> None:
@@ -301,12 +299,12 @@ def test_processes_with_a_driver_of_a_memfd_use_it() -> None:
     from kvops.cuda.memfd import MemfdDriver
     from kvops.cuda.vmm import SharedMemory
 
-    assert os.getpid() not in MappedProcesses().pids("MEMFD-77")
+    assert os.getpid() not in AllProcesses().pids("MEMFD-77")
     driver = MemfdDriver(77)
     assert os.getpid() in AllProcesses().pids("MEMFD-77")
     memory = SharedMemory.create(driver, 2 << 20)
     del driver
-    assert os.getpid() in MappedProcesses().pids("MEMFD-77")
+    assert os.getpid() in AllProcesses().pids("MEMFD-77")
     memory.close()
     del memory
-    assert os.getpid() not in MappedProcesses().pids("MEMFD-77")
+    assert os.getpid() not in AllProcesses().pids("MEMFD-77")

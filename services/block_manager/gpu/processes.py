@@ -16,13 +16,17 @@ class GpuProcesses(Protocol):
         ...
 
 
-class NvmlProcesses:
-    """The driver's list, by nvidia-ml-py. It loads the driver's library when it is first used."""
+class AllProcesses:
+    """The driver's list, by nvidia-ml-py, which loads the driver's library when it is first used.
+    Of a device memfd:N (`kvops.cuda.memfd`), which its UUID shows: the processes that map its
+    memory."""
 
     def __init__(self) -> None:
         self._is_initialized = False
 
     def pids(self, gpu_uuid: str) -> frozenset[int]:
+        if gpu_uuid.startswith("MEMFD-"):
+            return _mapping(f"memfd:quire-{gpu_uuid} ")
         try:
             import pynvml
         except ModuleNotFoundError as error:
@@ -44,26 +48,10 @@ class NvmlProcesses:
         return frozenset(process.pid for process in processes)
 
 
-class MappedProcesses:
-    """Lists the processes that map the memory of a device memfd:N (`kvops.cuda.memfd`)."""
-
-    def pids(self, gpu_uuid: str) -> frozenset[int]:
-        name = f"memfd:quire-{gpu_uuid} "
-        return frozenset(
-            int(process.name)
-            for process in Path("/proc").iterdir()
-            if process.name.isdecimal() and name in _maps(process)
-        )
-
-
-class AllProcesses:
-    """Lists by the kind of the device, which its UUID shows."""
-
-    def __init__(self) -> None:
-        self._lists: dict[bool, GpuProcesses] = {False: NvmlProcesses(), True: MappedProcesses()}
-
-    def pids(self, gpu_uuid: str) -> frozenset[int]:
-        return self._lists[gpu_uuid.startswith("MEMFD-")].pids(gpu_uuid)
+def _mapping(name: str) -> frozenset[int]:
+    """The processes that have mapped memory of this name."""
+    processes = (path for path in Path("/proc").iterdir() if path.name.isdecimal())
+    return frozenset(int(process.name) for process in processes if name in _maps(process))
 
 
 def _maps(process: Path) -> str:

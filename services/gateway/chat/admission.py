@@ -11,7 +11,6 @@ from services.gateway.chat.prompts import (
     PROMPT,
     check_token_ids,
     context_length,
-    resolved,
     tokenize_prompt,
 )
 from services.gateway.chat.retaining import resolve_retain
@@ -52,15 +51,8 @@ async def admit(
     require(1 <= asked.n <= MAX_SEQUENCES, f"n is {asked.n}, not in [1, {MAX_SEQUENCES}]", "n")
     sampling = await resolve_sampling(asked, served.model)
     check_slots(asked.width, served.max_slots)
-    prompt = await tokenize_prompt(
-        *(request.prompt, served.model, served.max_model_len),
-        *(request.template_arguments, request.tools),
-        add_special_tokens=request.add_special_tokens,
-        add_generation_prompt=request.add_generation_prompt,
-        truncation=resolved(
-            request.truncation, max(served.longest_request - (asked.max_tokens or 1), 1)
-        ),
-    )
+    room = max(served.longest_request - (asked.max_tokens or 1), 1)
+    prompt = await tokenize_prompt(request, served.model, served.max_model_len, room)
     require(bool(prompt), "the prompt is empty", PROMPT)
     most = served.model.config.generation.max_new_tokens
     max_tokens = resolve_max_tokens(

@@ -2,7 +2,7 @@
 
 from services.gateway.api import EmbeddingRequest
 from services.gateway.chat.admission import MAX_SALT_CHARS
-from services.gateway.chat.prompts import PROMPT, context_length, resolved, tokenize_prompt
+from services.gateway.chat.prompts import PROMPT, context_length, tokenize_prompt
 from services.gateway.checks import check_text, require
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.request import Request
@@ -31,12 +31,8 @@ async def admit_embedding(
     text = "only a cross-encoder scores pairs of texts, and it does nothing else: use /v1/score or"
     is_served = served.model.config.is_cross_encoder is (asked.query is not None)
     require(is_served, f"{text} /v1/rerank", "model")
-    prompt = await tokenize_prompt(
-        *(asked.prompt, served.model, served.max_model_len),
-        query=asked.query,
-        add_special_tokens=asked.add_special_tokens,
-        truncation=resolved(asked.truncation, served.longest_request),
-    )
+    most = served.longest_request
+    prompt = await tokenize_prompt(asked, served.model, served.max_model_len, most)
     require(bool(prompt), "the prompt is empty", PROMPT)
     pool = max(served.specs, key=lambda spec: spec.num_blocks * spec.block_size)
     if problem := capacity_problem(len(prompt), 1, pool, 1):

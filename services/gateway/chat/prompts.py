@@ -7,7 +7,6 @@ refused after the part that fills the context, not after all of it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,9 +14,10 @@ from pydantic_core import to_json
 
 from services.gateway.api import (
     ChatMessage,
+    EmbeddingRequest,
+    GenerationRequest,
     Prompt,
     RequestedTools,
-    TemplateArguments,
     ToolChoice,
     Truncation,
 )
@@ -47,41 +47,24 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
 
 async def tokenize_prompt(
-    prompt: Prompt,
+    asked: GenerationRequest | EmbeddingRequest,
     model: Model,
     max_model_len: int,
-    arguments: TemplateArguments | None = None,
-    tools: RequestedTools | None = None,
-    *,
-    add_special_tokens: bool = True,
-    add_generation_prompt: bool = True,
-    truncation: Truncation | None = None,
-    query: str | None = None,
+    most: int | None = None,
 ) -> tuple[int, ...]:
-    """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
-    every text, such as BOS, or none.
-
-    `arguments` are variables of the chat template, `tools` functions that it describes.
-    `add_special_tokens` is for a text, `add_generation_prompt` for a chat. `query` is the text
-    before a text, as one pair.
+    """The token ids of a request's prompt, all in the vocabulary. An empty text has what the
+    tokenizer adds to every text, such as BOS, or none. A truncated prompt has at most `most`
+    tokens, or with None `max_model_len`.
 
     Raises InvalidRequest or PromptTooLong.
     """
-    if len(query or "") > max_model_len * model.tokenizer.longest_token:
+    query = asked.query or ""
+    if len(query) > max_model_len * model.tokenizer.longest_token:
         raise prompt_too_long(f"more than {max_model_len}", max_model_len)
-    if isinstance(prompt, str):
-        encode = partial(
-            model.tokenizer.encode,
-            add_special_tokens=add_special_tokens,
-            cut=truncation,
-            query=query,
-        )
-        work = partial(_encode, prompt, model, max_model_len, encode, truncation)
-    else:
-        definitions = _shown(tools, model)
-        chat = ChatOptions(arguments or {}, definitions, add_generation_prompt, truncation)
-        work = partial(_token_ids, prompt, model, max_model_len, chat)
-    if _num_chars(prompt) + len(query or "") <= _SHORT_CHARS and not arguments and tools is None:
+    truncation = resolved(asked.truncation, most or max_model_len)
+    work = partial(_token_ids, asked, model, max_model_len, truncation)
+    has_variables = asked.template_arguments or asked.tools is not None
+    if _num_chars(asked.prompt) + len(query) <= _SHORT_CHARS and not has_variables:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
@@ -147,28 +130,28 @@ def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
     return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How the chat template renders a chat, and how much of it is computed."""
-
-    arguments: TemplateArguments
-    tools: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool
-    truncation: Truncation | None
-
-
 def _token_ids(
-    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
+    asked: GenerationRequest | EmbeddingRequest,
+    model: Model,
+    max_model_len: int,
+    truncation: Truncation | None,
 ) -> tuple[int, ...]:
-    truncation = options.truncation
-    if messages := _messages(prompt):
-        is_long = _num_chars(prompt) > max_model_len * model.tokenizer.longest_token
+    if isinstance(asked.prompt, str):
+        encode = partial(
+            model.tokenizer.encode,
+            add_special_tokens=asked.add_special_tokens,
+            cut=truncation,
+            query=asked.query,
+        )
+        return _encode(asked.prompt, model, max_model_len, encode, truncation)
+    if messages := _messages(asked.prompt):
+        is_long = _num_chars(messages) > max_model_len * model.tokenizer.longest_token
         if is_long and truncation is None:
             raise prompt_too_long(f"more than {max_model_len}", max_model_len)
-        text, hidden = _render(messages, model, options)
+        text, hidden = _render(messages, model, asked)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
         return _encode(text, model, max_model_len, encode, truncation)
-    token_ids = _cut(cast("tuple[int, ...]", prompt), truncation)
+    token_ids = _cut(cast("tuple[int, ...]", asked.prompt), truncation)
     if len(token_ids) > max_model_len:  # before each is checked
         raise prompt_too_long(str(len(token_ids)), max_model_len)
     check_token_ids("prompt", token_ids, model.config.vocab_size)
@@ -176,7 +159,7 @@ def _token_ids(
 
 
 def _render(
-    messages: Sequence[ChatMessage], model: Model, options: ChatOptions
+    messages: Sequence[ChatMessage], model: Model, asked: GenerationRequest | EmbeddingRequest
 ) -> tuple[str, Mapping[str, str]]:
     """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
 
@@ -188,18 +171,19 @@ def _render(
     for number, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"message {number} has no role", PROMPT)
-    if options.tools and not model.chat_template.takes_tools:
+    tools = _shown(asked.tools, model)
+    if tools and not model.chat_template.takes_tools:
         raise InvalidRequest("this model's chat template has no place for tools", "tools")
     written = {
         "messages": fitted(messages, model.template_traits),
-        "arguments": options.arguments,
-        "tools": options.tools,
+        "arguments": asked.template_arguments,
+        "tools": tools,
     }
-    variables = filter(str.isidentifier, options.arguments)
+    variables = filter(str.isidentifier, asked.template_arguments)
     given, hidden = model.tokenizer.special.hide(written, {*_TEMPLATE_KEYS, *variables})
     text = model.chat_template.render(
         given["messages"],
-        add_generation_prompt=options.add_generation_prompt,
+        add_generation_prompt=asked.add_generation_prompt,
         arguments=given["arguments"],
         tools=given["tools"],
     )

@@ -43,10 +43,7 @@ async def _resolved(
     # Some templates refuse a chat without a message of the user, and nobody takes an empty one.
     for shorter in filter(None, (asked.until, (*asked.until, ChatMessage("user", "")))):
         with suppress(InvalidRequest):
-            tokens = await tokenize_prompt(
-                *(shorter, served.model, served.max_model_len),
-                *(request.template_arguments, request.tools),
-                add_generation_prompt=False,
-            )
+            prefix = replace(request, prompt=shorter, add_generation_prompt=False, truncation=None)
+            tokens = await tokenize_prompt(prefix, served.model, served.max_model_len)
             return replace(asked, num_tokens=len(common_prefix([prompt, tokens])))
     return replace(asked, num_tokens=0)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from grpc import aio
 
 from quire.progress import ACCEPTED_METADATA
-from quire.types import Beam, Candidate, Usage
+from quire.types import Beam, Candidate, Model, Usage
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (
@@ -89,14 +89,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(
             models=[
-                inference_pb2.Model(
-                    id=model.model,
-                    max_model_len=model.max_model_len,
-                    context=model.context,
-                    block_size=model.block_size,
-                    dtype=model.dtype,
-                    parent=model.parent,
-                )
+                inference_pb2.Model(**{one.name: getattr(model, one.name) for one in fields(Model)})
                 for model in self._generator.models()
             ]
         )

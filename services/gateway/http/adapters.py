@@ -12,19 +12,16 @@ from services.gateway.http.bodies.reading import read_body
 from services.gateway.workers.adapters import GatewayAdapters
 
 
-class LoadBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lora_name: str
-    lora_path: str = Field(max_length=4096)
-    base_model_name: str = ""
-    load_inplace: bool = False
-
-
 class UnloadBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: str
+
+
+class LoadBody(UnloadBody):
+    lora_path: str = Field(max_length=4096)
+    base_model_name: str = ""
+    load_inplace: bool = False
 
 
 def adapter_routes(adapters: GatewayAdapters) -> list[Route]:

@@ -40,7 +40,6 @@ from services.gateway.http.cache import CacheEndpoints
 from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody, PooledBody
 from services.gateway.http.failures import (
     ANTHROPIC_VERSION,
-    PARAM_NAMES,
     REQUEST_ID_HEADER,
     RequestIdAndErrors,
     answer_http_exception,
@@ -211,14 +210,13 @@ class _Endpoints:
         except (InvalidRequest, HTTPException) as error:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
-        request.scope["state"][PARAM_NAMES] = body.names
         return body, body.request_id or request.state.request_id, timeout_s
 
     def _model(self, name: str | None) -> Callable[[], str]:
         """Tells which model an answer names, once it has begun: a request without a model uses the
         only one, whose workers may come after the request."""
         served = self._generator.models
-        return cache(lambda: name or next((each.root or each.model for each in served()), ""))
+        return cache(lambda: name or next((each.root or each.id for each in served()), ""))
 
     async def _answer(
         self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
@@ -250,7 +248,7 @@ class _Endpoints:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         for model in self._generator.models():
-            if model.model == name:
+            if model.id == name:
                 return Json(self._model_json(model))
         raise UnknownModel(f"model {name!r} is not served")
 
@@ -271,17 +269,17 @@ class _Endpoints:
         parent = {"parent": model.parent} if model.parent else {}
         return {
             **parent,
-            "id": model.model,
+            "id": model.id,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "quire",
-            "root": model.root or model.model,
+            "root": model.root or model.id,
             "max_model_len": model.max_model_len,
             "block_size": model.block_size,
             "dtype": model.dtype,
             # Anthropic's fields.
             "type": "model",
-            "display_name": model.model,
+            "display_name": model.id,
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
             "max_input_tokens": model.max_model_len,
         }

@@ -17,7 +17,6 @@ from services.gateway.http.answering.sending import Json
 from services.gateway.http.bodies.fields import Integers
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.retention import Ttl
-from services.gateway.http.failures import PARAM_NAMES
 from services.gateway.http.tokens import TokenizeBody
 from services.gateway.output.usage import RequestUsage
 
@@ -36,17 +35,14 @@ class CacheBody(TokenizeBody):
     request_id: str | None = None
 
     def to_request(self, request_id: str) -> GenerationRequest:
-        prompt = self.request()
-        return GenerationRequest(
-            prompt.prompt if self.tokens is None else tuple(self.tokens),
-            self.request_id or request_id,
-            prompt.model,
-            RequestedSampling(max_tokens=1, temperature=0.0),
+        asked = self.request()
+        return replace(
+            asked,
+            prompt=asked.prompt if self.tokens is None else tuple(self.tokens),
+            request_id=self.request_id or request_id,
+            sampling=RequestedSampling(max_tokens=1, temperature=0.0),
             cache_salt=self.cache_salt or "",
-            add_special_tokens=prompt.add_special_tokens,
             add_generation_prompt=bool(self.add_generation_prompt),
-            template_arguments=prompt.template_arguments,
-            tools=prompt.tools,
             retain=(RetainDirective(self.ttl, self.name),),
         )
 
@@ -60,8 +56,6 @@ class CacheEndpoints:
 
     async def _retain(self, request: Request) -> Response:
         body = await read_body(request, CacheBody)
-        if body.messages is not None:
-            request.scope["state"][PARAM_NAMES] = {"prompt": "messages"}
         asked = body.to_request(request.state.request_id)
         if not body.warm:
             return Json(self._answer(retained_json(await self._generator.retain(asked)), None))

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.answering.sending import Json
+from services.gateway.http.bodies.reading import PARAM_NAMES
 from services.runtime.errors import InvalidRequest
 from services.runtime.rpc.error_table import Failure, failure_of
 from services.runtime.tracing.context import TRACEPARENT, bind_traceparent
@@ -24,8 +25,6 @@ ANTHROPIC_PATHS = "/v1/messages"
 """How the paths of Anthropic's API begin."""
 ANTHROPIC_VERSION = "anthropic-version"
 """The header that every client of Anthropic's API sends, also to the paths of both APIs."""
-PARAM_NAMES = "param_names"
-"""The entry of a request's state with its body's names of parameters."""
 _MAX_REQUEST_ID_LENGTH = 128
 
 _CODES = {

@@ -54,7 +54,9 @@ class ScoreBody(PooledBody):
             "model": model,
             "data": [
                 {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(_scores(found, *self.inputs()))
+                for index, score in enumerate(
+                    scores_of([one.values for one in found], *self.inputs())
+                )
             ],
             "usage": usage_of(found),
         }
@@ -75,7 +77,7 @@ class RerankBody(PooledBody):
 
     def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
         """The best documents first; of several with one score, the earlier one."""
-        scores = enumerate(_scores(found, *self.inputs()))
+        scores = enumerate(scores_of([one.values for one in found], *self.inputs()))
         best = sorted(scores, key=lambda each: -each[1])[: self.top_n or None]
         shows, texts = self.return_documents is not False, self.inputs()[1]
         return {
@@ -93,14 +95,16 @@ class RerankBody(PooledBody):
         }
 
 
-def _scores(found: list[Embedding], left: Sequence[str], right: Sequence[str]) -> Iterator[float]:
+def scores_of(
+    found: Sequence[tuple[float, ...]], left: Sequence[str], right: Sequence[str]
+) -> Iterator[float]:
     """The score of each pair: what was found for it, or the cosine similarity of the embeddings of
     the texts, which have length 1."""
     if len(found) == len(right):
-        yield from (each.values[0] for each in found)
+        yield from (score for score, *_ in found)
         return
     for one, other in zip(cycle(found[: len(left)]), found[len(left) :], strict=False):
-        yield sum(map(mul, one.values, other.values))
+        yield sum(map(mul, one, other))
 
 
 POOLED: Mapping[str, type[EmbeddingBody | ScoreBody | RerankBody]] = {

@@ -6,7 +6,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.api import Generator, TokenizeRequest
+from services.gateway.api import GenerationRequest, Generator
 from services.gateway.chat.prompts import PROMPT
 from services.gateway.http.answering.sending import Json
 from services.gateway.http.bodies.fields import Body, FieldError, Integers
@@ -14,7 +14,6 @@ from services.gateway.http.bodies.messages import Messages
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.tools import Tools, functions_of, requested_tools
 from services.gateway.http.bodies.unknown_fields import OF_PROMPTS
-from services.gateway.http.failures import PARAM_NAMES
 from services.gateway.http.messages_api.body import CountTokensBody
 
 
@@ -48,16 +47,19 @@ class TokenizeBody(Body):
             raise FieldError("add_special_tokens", text)
         return self
 
-    def request(self) -> TokenizeRequest:
+    @property
+    def names(self) -> dict[str, str]:
+        return {} if self.messages is None else {PROMPT: "messages"}
+
+    def request(self) -> GenerationRequest:
         messages = tuple(message.to_message() for message in self.messages or ())
-        return TokenizeRequest(
+        return GenerationRequest(
             messages if self.prompt is None else self.prompt,
-            self.model or "",
+            model=self.model or "",
             add_special_tokens=self.add_special_tokens is not False,
             add_generation_prompt=self.add_generation_prompt is not False,
             template_arguments=self.chat_template_kwargs or {},
             tools=requested_tools(functions_of(self.tools), None, None),
-            with_tokens=bool(self.return_token_strs),
         )
 
 
@@ -72,9 +74,8 @@ class TokenEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
-        if body.messages is not None:
-            request.scope["state"][PARAM_NAMES] = {PROMPT: "messages"}
-        tokenized = await self._generator.tokenize(body.request())
+        with_tokens = bool(body.return_token_strs)
+        tokenized = await self._generator.tokenize(body.request(), with_tokens=with_tokens)
         return Json(
             {
                 "count": len(tokenized.token_ids),
@@ -86,7 +87,6 @@ class TokenEndpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request, CountTokensBody)
-        request.scope["state"][PARAM_NAMES] = body.names
         tokenized = await self._generator.tokenize(body.request())
         return Json({"input_tokens": len(tokenized.token_ids)})
 

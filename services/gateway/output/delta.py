@@ -3,7 +3,7 @@ received before its stream broke."""
 
 from dataclasses import dataclass
 
-from quire.types import Candidate
+from quire import types
 from services.gateway.output.parser.parts import Content, Part
 from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
@@ -20,13 +20,9 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The logprobs at one position."""
+class TokenLogprobs(types.TokenLogprobs):
+    """The logprobs of one position."""
 
-    chosen: Candidate
-    """The token at that position."""
-    top: tuple[Candidate, ...]
-    """The likeliest tokens, likeliest first."""
     text_offset: int
     """Number of characters of the text before the token."""
 

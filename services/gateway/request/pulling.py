@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from services.gateway.identity import client_id
 from services.gateway.workers.lease import DetachedTicket
 from services.protocol.ticket import Ticket
-from services.runtime.errors import QuireError, Unavailable
+from services.runtime.errors import QuireError
 from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -14,11 +14,6 @@ log = get_logger(__name__)
 Pull = Callable[[Ticket, str, str], Awaitable[DetachedTicket | None]]
 """Copies a ticket's KV from the pool of the first id to the pool of the second; see
 `services.gateway.workers.movers`."""
-
-
-async def no_pull(ticket: Ticket, source_pool_id: str, target_pool_id: str) -> None:
-    """The pull of a gateway without movers."""
-    raise Unavailable(f"no mover copies from {source_pool_id} to {target_pool_id}")
 
 
 class Pulling:

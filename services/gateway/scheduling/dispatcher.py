@@ -15,7 +15,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.identity import client_id
 from services.gateway.request import worker_events
 from services.gateway.request.events import MAX_LISTED, Holders
-from services.gateway.request.pulling import Pull, no_pull
+from services.gateway.request.pulling import Pull
 from services.gateway.request.request import Request
 from services.gateway.request.resuming import adopt, resume
 from services.gateway.request.status import RequestStatus
@@ -59,7 +59,7 @@ class Dispatcher:
         options: GatewayOptions,
         changes: ChangeNotifier,
         on_end: Callable[[Request, Exception | None], None],
-        pull: Pull = no_pull,
+        pull: Pull,
     ) -> None:
         self._workers = workers
         self._router = router

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.block_manager.gpu.processes import MappedProcesses
+from services.block_manager.gpu.processes import AllProcesses
 from services.pool.directory import PoolDirectory, new_directory
 from services.pool.header import PoolHeader
 from services.pool.stamps import record_bytes
@@ -48,7 +48,7 @@ sys.stdin.read()
 """The part of a worker that the tests need, without PyTorch, whose import takes seconds."""
 
 
-class BusyGpu(MappedProcesses):
+class BusyGpu(AllProcesses):
     """A GPU whose driver tears a killed process down when the test says so."""
 
     def __init__(self) -> None:

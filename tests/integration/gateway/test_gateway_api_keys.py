@@ -25,7 +25,7 @@ from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import ListModelsRequest
 from services.gateway.access.caller import Caller, bind_caller
 from services.gateway.access.guards import KeyGuard
-from services.gateway.api import TokenizeRequest
+from services.gateway.api import GenerationRequest
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.request.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
 from services.runtime.errors import RateLimited, UnknownModel
@@ -151,9 +151,9 @@ async def test_a_key_sees_its_models_only_and_tokenizes_for_them(
     harness = await make_harness(FakePrefill(), FakeDecode(), model_aliases=("default=toy",))
     gateway = harness.gateway
     bind_caller(Caller(models=frozenset(allowed)))
-    assert [model.model for model in gateway.models()] == seen
+    assert [model.id for model in gateway.models()] == seen
     for name in ("", "toy", "default"):
-        asked = TokenizeRequest("Hi", name)
+        asked = GenerationRequest("Hi", model=name)
         if name in seen or (seen and not name):
             token_ids = (await gateway.tokenize(asked)).token_ids
             assert await gateway.detokenize(token_ids, name)
@@ -168,10 +168,10 @@ async def test_calls_for_tokens_count_as_requests(make_harness: Any) -> None:
     """They take a thread of the gateway, so a rate that left them out would be none."""
     gateway = (await make_harness(FakePrefill(), FakeDecode())).gateway
     bind_caller(keyring(requests_per_minute=2).account(f"Bearer {ALICE}").caller)
-    await gateway.tokenize(TokenizeRequest("Hi"))
+    await gateway.tokenize(GenerationRequest("Hi"))
     await gateway.detokenize((1,), "")
     with pytest.raises(RateLimited):
-        await gateway.tokenize(TokenizeRequest("Hi"))
+        await gateway.tokenize(GenerationRequest("Hi"))
     with pytest.raises(RateLimited):
         await gateway.detokenize((1,), "")
 

@@ -161,7 +161,7 @@ async def test_a_request_may_come_a_little_before_the_workers(make_harness: Any)
     await harness.add(FakePrefill(), FakeDecode())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
-    assert [model.model for model in harness.gateway.models()] == ["toy"]
+    assert [model.id for model in harness.gateway.models()] == ["toy"]
 
 
 async def test_without_workers_a_request_is_told_so(make_harness: Any) -> None:

@@ -17,7 +17,6 @@ from services.gateway.api import (
     RetainDirective,
     ServedModel,
     Tokenized,
-    TokenizeRequest,
 )
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
@@ -37,7 +36,7 @@ class FakeGenerator:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
-        self.tokenize_requests: list[TokenizeRequest] = []
+        self.tokenize_requests: list[GenerationRequest] = []
         self.refusals: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.error_at = 0
@@ -125,11 +124,11 @@ class FakeGenerator:
     async def scores_pairs(self, model: str, request_id: str) -> bool:
         return self.is_cross_encoder
 
-    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, *, with_tokens: bool = False) -> Tokenized:
         if self.error is not None:
             raise self.error
         self.tokenize_requests.append(request)
-        tokens = ("Hi", "!") if request.with_tokens else None
+        tokens = ("Hi", "!") if with_tokens else None
         return Tokenized((1, 2), tokens, max_model_len=512)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:

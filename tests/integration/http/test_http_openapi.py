@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api import ChatMessage, ServedModel, TokenizeRequest
+from services.gateway.api import ChatMessage, ServedModel
 from services.gateway.http.app import create_app
 from services.runtime import errors
 
@@ -44,7 +44,7 @@ def test_every_route_is_listed(generator: FakeGenerator) -> None:
 async def test_list_with_an_adapter_fits_the_document(
     generator: FakeGenerator, http: httpx.AsyncClient, document: dict[str, Any]
 ) -> None:
-    adapter = ServedModel("sql", 512, 16, "float32", "/adapters/sql", parent="org/tiny")
+    adapter = ServedModel("sql", 512, 16, "float32", parent="org/tiny", root="/adapters/sql")
     generator.models = lambda: (adapter,)  # type: ignore[method-assign]
     answer = (await http.get("/v1/models")).json()
     assert answer["data"][0]["parent"] == "org/tiny"
@@ -127,10 +127,9 @@ async def test_a_chat_and_a_text_are_tokenized(
     expected = {"count": 2, "max_model_len": 512, "tokens": [1, 2], "token_strs": ["Hi", "!"]}
     assert answer.json() == expected
     await http.post("/tokenize", json={**HI, "add_generation_prompt": False})
-    assert generator.tokenize_requests == [
-        TokenizeRequest("Hi!", with_tokens=True),
-        TokenizeRequest((ChatMessage("user", "Hi"),), add_generation_prompt=False),
-    ]
+    text, chat = generator.tokenize_requests
+    assert (text.prompt, text.add_generation_prompt) == ("Hi!", True)
+    assert (chat.prompt, chat.add_generation_prompt) == ((ChatMessage("user", "Hi"),), False)
     assert (await http.post("/detokenize", json={"tokens": [1]})).json() == {"prompt": "1 tokens"}
 
 

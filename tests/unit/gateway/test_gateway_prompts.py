@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.gateway.api import Truncation
+from services.gateway.api import GenerationRequest, Truncation
 from services.gateway.chat.prompts import resolved, tokenize_prompt
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
@@ -23,14 +23,15 @@ async def test_an_empty_text_is_what_the_tokenizer_adds_to_texts(tmp_path: Path)
     model: Any = SimpleNamespace(
         tokenizer=Tokenizer.from_directory(directory), config=SimpleNamespace(vocab_size=400)
     )
-    assert await tokenize_prompt("", model, 64) == ()
+    assert await tokenize_prompt(GenerationRequest(""), model, 64) == ()
     path = str(directory / "tokenizer.json")
     raw = RawTokenizer.from_file(path)
     raw.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     raw.save(path)
     model.tokenizer = Tokenizer.from_directory(directory)
-    assert await tokenize_prompt("", model, 64) == (BOS,)
-    assert await tokenize_prompt("", model, 64, add_special_tokens=False) == ()
+    assert await tokenize_prompt(GenerationRequest(""), model, 64) == (BOS,)
+    asked = GenerationRequest("", add_special_tokens=False)
+    assert await tokenize_prompt(asked, model, 64) == ()
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -51,13 +52,14 @@ async def test_a_truncated_text_is_that_of_the_tokenizers_own_truncation(
     )
     raw.enable_truncation(9, direction=side)
     for text in ("short", "a longer text", "beginning " + "of many words " * 20_000 + "at its end"):
-        found = await tokenize_prompt(
-            text, model, 64, add_special_tokens=special, truncation=Truncation(9, side)
-        )
+        cut = Truncation(9, side)
+        asked = GenerationRequest(text, add_special_tokens=special, truncation=cut)
+        found = await tokenize_prompt(asked, model, 64)
         assert found == tuple(raw.encode(text, add_special_tokens=special).ids)
     ids = tuple(range(100))
     kept = ids[-9:] if side == "left" else ids[:9]
-    assert await tokenize_prompt(ids, model, 64, truncation=Truncation(9, side)) == kept
+    asked = GenerationRequest(ids, truncation=Truncation(9, side))
+    assert await tokenize_prompt(asked, model, 64) == kept
 
 
 @pytest.mark.parametrize("number", [0, -2, 65])

@@ -16,8 +16,9 @@ from services.gateway.output.sequence import Sequence
 from services.gateway.output.text import Text
 from services.gateway.request import sending, worker_events
 from services.gateway.request.events import Holders
-from services.gateway.request.pulling import Pull, no_pull
+from services.gateway.request.pulling import Pull
 from services.gateway.request.request import Request
+from services.gateway.workers.movers import Movers
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
@@ -55,7 +56,7 @@ class NoMeter:
 
 class ScriptedHost:
     def __init__(self) -> None:
-        self.pull: Pull = no_pull
+        self.pull: Pull = Movers(b"").pull
         self.attempt_numbers: Iterator[int] = itertools.count(1)
         self.ended: list[Exception | None] = []
         self.num_waits = 0

@@ -19,6 +19,8 @@ from services.gateway.http.bodies.fields import FieldError
 from services.gateway.http.bodies.unknown_fields import INSTEAD
 from services.runtime.errors import InvalidRequest
 
+PARAM_NAMES = "param_names"
+"""The entry of a request's state with its body's names of parameters."""
 _MAX_PROBLEMS = 5
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -33,14 +35,18 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """The request's body, parsed and checked. InvalidRequest names the first mistakes."""
+    """The request's body, parsed and checked, whose names of parameters later errors have.
+    InvalidRequest names the first mistakes."""
     # Not `request.body()`, which keeps the bytes as long as the answer takes.
     content = b"".join([part async for part in request.stream()])
     if len(content) <= _SMALL_BYTES:
-        return _validated(content, model)
-    return await asyncio.get_running_loop().run_in_executor(
-        _parsing, _validated_within_bounds, content, model
-    )
+        body = _validated(content, model)
+    else:
+        body = await asyncio.get_running_loop().run_in_executor(
+            _parsing, _validated_within_bounds, content, model
+        )
+    request.scope.setdefault("state", {})[PARAM_NAMES] = getattr(body, "names", {})
+    return body
 
 
 def _validated_within_bounds(content: bytes, model: type[M]) -> M:

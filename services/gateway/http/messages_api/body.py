@@ -11,7 +11,6 @@ from services.gateway.api import (
     Prompt,
     RequestedTools,
     RetainDirective,
-    TokenizeRequest,
 )
 from services.gateway.chat.prompts import PROMPT
 from services.gateway.http.bodies.fields import Body, FieldError, Strings, TypedBody
@@ -128,10 +127,10 @@ class PromptBody(CachedBody):
 class CountTokensBody(PromptBody):
     refused = OF_PROMPTS
 
-    def request(self) -> TokenizeRequest:
-        return TokenizeRequest(
+    def request(self) -> GenerationRequest:
+        return GenerationRequest(
             self.prompt(),
-            self.model or "",
+            model=self.model or "",
             template_arguments=self.template_arguments(),
             tools=self.requested_tools(),
         )

@@ -83,19 +83,17 @@ def _key(reader: Reader) -> Reading[str]:
     return key
 
 
-def read_calls(
-    reader: Reader, writer: PartWriter, offered: Collection[str] | None
-) -> Reading[None]:
-    """Reads one call, or a list of calls."""
+def read_calls(reader: Reader, writer: PartWriter) -> Reading[None]:
+    """Reads one call, or a list of calls, of any functions."""
     if (yield from reader.skip_spaces()) != "[":
-        yield from read_call(reader, writer, offered)
+        yield from read_call(reader, writer, None)
         writer.end_call()
         return
     reader.take(1)
     yield from reader.skip_spaces()
     has_ended = False
     while not has_ended:
-        yield from read_call(reader, writer, offered)
+        yield from read_call(reader, writer, None)
         writer.end_call()
         has_ended = yield from reader.ends_list()
 

@@ -172,7 +172,7 @@ def _read_hermes(reader: Reader, writer: PartWriter, _offered: Collection[str]) 
 
 def _read_list(reader: Reader, writer: PartWriter, _offered: Collection[str]) -> Reading[None]:
     def body() -> Reading[None]:
-        yield from read_calls(reader, writer, None)
+        yield from read_calls(reader, writer)
         yield from reader.skip_spaces()
         yield from reader.close("<|/tool_call|>")  # Granite ends its message instead
 
@@ -182,7 +182,7 @@ def _read_list(reader: Reader, writer: PartWriter, _offered: Collection[str]) ->
 def _read_mistral(reader: Reader, writer: PartWriter, _offered: Collection[str]) -> Reading[None]:
     def body() -> Reading[None]:
         if (yield from reader.skip_spaces()) in ("[", "{"):
-            yield from read_calls(reader, writer, None)
+            yield from read_calls(reader, writer)
             return
         name = checked_name((yield from reader.name()), None)
         if (yield from reader.skip("[CALL_ID]")):

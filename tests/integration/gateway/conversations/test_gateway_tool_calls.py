@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.api import ChatMessage, RequestedTools, TokenizeRequest
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedTools
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta, Received
@@ -213,7 +213,7 @@ async def test_developers_message_is_the_systems_unless_the_template_knows_it(
     template = "{% for m in messages %}{{ m.role }}{% endfor %}" + more
     (model_dir / "chat_template.jinja").write_text(template)
     harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
-    request = TokenizeRequest((ChatMessage("developer", "Be brief."),), "toy")
+    request = GenerationRequest((ChatMessage("developer", "Be brief."),), model="toy")
     rendered = (await harness.gateway.tokenize(request)).token_ids
     assert await harness.gateway.detokenize(rendered, "toy") == role
 
