@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from blockstore.redaction import without_password
 from quire.options.flag import plain
+from quire.sockets import join_host_port
 from services.runtime.errors import StartupError
 
 ENDING_S = 5.0
@@ -143,7 +144,7 @@ class ServiceSettings(BaseSettings):
         host = self.advertise_host or self.host
         if host in _WILDCARD_HOSTS:
             host = socket.gethostname()
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_host_port(host, port)
 
 
 class PoolServiceSettings(ServiceSettings):

@@ -247,8 +247,11 @@ async def test_tokens_are_counted_as_they_would_be_computed(
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "each tool_choice of type tool needs"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "'g' is not one of"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"cache_control": {"type": "persistent"}}, "cache_control.type: Input should be"),
-        ({"tools": [{**TOOL, "cache_control": {"type": "ephemeral", "ttl": "1d"}}]}, "'5m' or"),
+        ({"cache_control": {"type": "persistent"}}, "cache_control: cache_control is {"),
+        (
+            {"tools": [{**TOOL, "cache_control": {"type": "ephemeral", "ttl": "1d"}}]},
+            '"1h" or',
+        ),
         ({"output_format": {"type": "json_schema"}}, "use output_config.format"),
         ({"n": 2}, "n is not supported"),
         ({"stream": "yes"}, "stream: Input should be a valid boolean"),

@@ -189,7 +189,7 @@ def parse_biases(value: Any) -> dict[int, float]:
         raise ValueError("a bias is too large") from error
 
 
-def parse_prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
+def parse_prompts(value: Any, most: int) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and _are_token_ids(value):
@@ -245,24 +245,16 @@ Biases = Annotated[
         _NULL,
     ),
 ]
-Prompts = Annotated[
-    tuple[str | tuple[int, ...], ...],
-    *_parsed(
-        parse_prompts,
-        _STRING,
-        _IDS,
-        {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": MAX_PROMPTS},
-    ),
-]
-Inputs = Annotated[
-    tuple[str | tuple[int, ...], ...],
-    *_parsed(
-        partial(parse_prompts, most=MAX_INPUTS),
-        _STRING,
-        _IDS,
-        {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": MAX_INPUTS},
-    ),
-]
+
+
+def _up_to(most: int) -> tuple[Any, Any]:
+    """The annotations of a field with so many prompts."""
+    several = {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": most}
+    return _parsed(partial(parse_prompts, most=most), _STRING, _IDS, several)
+
+
+Prompts = Annotated[tuple[str | tuple[int, ...], ...], *_up_to(MAX_PROMPTS)]
+Inputs = Annotated[tuple[str | tuple[int, ...], ...], *_up_to(MAX_INPUTS)]
 NumberOrFalse = Annotated[
     int | None,
     BeforeValidator(none_if_false),

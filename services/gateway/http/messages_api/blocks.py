@@ -11,7 +11,7 @@ from services.gateway.chat.prompts import MAX_MESSAGES
 from services.gateway.http.bodies.fields import Body, FieldError, TypedBody
 from services.gateway.http.bodies.messages import assistant_fields
 from services.gateway.http.bodies.parts import MessageContent, Said
-from services.gateway.http.bodies.retention import parse_ttl
+from services.gateway.http.bodies.retention import CacheControl
 from services.gateway.http.bodies.tools import call_fields
 
 _NEEDED = {
@@ -28,19 +28,10 @@ _BILLING = "x-anthropic-billing-header:"
 differs from request to request, so the prefix cache would have no prompt that begins with it."""
 
 
-class CacheControlBody(Body):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    @property
-    def ttl_s(self) -> int:
-        return parse_ttl(self.ttl or "5m")
-
-
 class CachedBody(Body):
     """A part of the prompt, up to which the client may want the prefix cache to keep the prompt."""
 
-    cache_control: CacheControlBody | None = None
+    cache_control: CacheControl = None
 
 
 class Block(TypedBody, CachedBody):

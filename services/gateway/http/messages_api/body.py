@@ -157,7 +157,7 @@ class MessagesBody(PromptBody, SampledBody):
 
     def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
         whole = self.cache_control
-        own = () if whole is None else (RetainDirective(whole.ttl_s),)
+        own = () if whole is None else (RetainDirective(whole),)
         return *super().directives(prompt, name), *self._breakpoints(), *own
 
     def _breakpoints(self) -> Iterator[RetainDirective]:
@@ -166,17 +166,17 @@ class MessagesBody(PromptBody, SampledBody):
         for tool in self.tools or ():
             if tool.cache_control is not None:
                 until = messages_of(self.system, ())
-                yield RetainDirective(tool.cache_control.ttl_s, until=until)
+                yield RetainDirective(tool.cache_control, until=until)
         for number, block in enumerate(self.system, 1):
             if block.cache_control is not None:
                 until = messages_of(self.system[:number], ())
-                yield RetainDirective(block.cache_control.ttl_s, until=until)
+                yield RetainDirective(block.cache_control, until=until)
         for place, message in enumerate(self.messages):
             for number, block in enumerate(message.content, 1):
                 if block.cache_control is not None:
                     last = message.model_copy(update={"content": message.content[:number]})
                     until = messages_of(self.system, (*self.messages[:place], last))
-                    yield RetainDirective(block.cache_control.ttl_s, until=until)
+                    yield RetainDirective(block.cache_control, until=until)
 
     def sampling(self) -> dict[str, Any]:
         return {
