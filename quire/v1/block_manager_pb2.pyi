@@ -179,17 +179,8 @@ class DrainWorkerResponse(_message.Message):
     def __init__(self, num_running: _Optional[int] = ...) -> None: ...
 
 class WatchBlocksRequest(_message.Message):
-    __slots__ = ("since",)
-    class SinceEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    since: _containers.ScalarMap[str, int]
-    def __init__(self, since: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchBlocksResponse(_message.Message):
     __slots__ = ("maps",)
@@ -198,10 +189,8 @@ class WatchBlocksResponse(_message.Message):
     def __init__(self, maps: _Optional[_Iterable[_Union[BlockMap, _Mapping]]] = ...) -> None: ...
 
 class BlockMap(_message.Message):
-    __slots__ = ("pool", "tick", "whole", "blocks_per_cell", "cells", "holders", "age_s", "fenced_worker_ids", "last_audit", "last_audit_age_s")
+    __slots__ = ("pool", "blocks_per_cell", "cells", "holders", "age_s", "fenced_worker_ids", "last_audit", "last_audit_age_s")
     POOL_FIELD_NUMBER: _ClassVar[int]
-    TICK_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_PER_CELL_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
@@ -210,8 +199,6 @@ class BlockMap(_message.Message):
     LAST_AUDIT_FIELD_NUMBER: _ClassVar[int]
     LAST_AUDIT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     pool: Pool
-    tick: int
-    whole: bool
     blocks_per_cell: int
     cells: _containers.RepeatedCompositeFieldContainer[BlockCell]
     holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
@@ -219,7 +206,7 @@ class BlockMap(_message.Message):
     fenced_worker_ids: _containers.RepeatedScalarFieldContainer[str]
     last_audit: PoolAudit
     last_audit_age_s: int
-    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., tick: _Optional[int] = ..., whole: _Optional[bool] = ..., blocks_per_cell: _Optional[int] = ..., cells: _Optional[_Iterable[_Union[BlockCell, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., age_s: _Optional[int] = ..., fenced_worker_ids: _Optional[_Iterable[str]] = ..., last_audit: _Optional[_Union[PoolAudit, _Mapping]] = ..., last_audit_age_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., blocks_per_cell: _Optional[int] = ..., cells: _Optional[_Iterable[_Union[BlockCell, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., age_s: _Optional[int] = ..., fenced_worker_ids: _Optional[_Iterable[str]] = ..., last_audit: _Optional[_Union[PoolAudit, _Mapping]] = ..., last_audit_age_s: _Optional[int] = ...) -> None: ...
 
 class BlockCell(_message.Message):
     __slots__ = ("index", "num_unread", "num_cached", "num_held", "num_shared", "num_quarantined", "holder_slot", "changed_s")

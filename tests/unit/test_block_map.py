@@ -28,7 +28,7 @@ def truth(ledger: Ledger, block_id: int) -> BlockState:
 
 def shown(block_map: BlockMap) -> list[list[int]]:
     """The counts of all cells."""
-    cells = {cell: counts for cell, counts, _, _ in block_map.cells_since(0)}
+    cells = {cell: counts for cell, counts, _, _ in block_map.cells()}
     free = [[len(block_map.blocks_of(i)), 0, 0, 0, 0, 0] for i in range(block_map.num_cells)]
     return [cells.get(cell, free[cell]) for cell in range(block_map.num_cells)]
 
@@ -128,15 +128,3 @@ async def test_a_large_pool_is_read_in_bounded_steps_until_all_is_known() -> Non
     assert sum(counts[BlockState.UNREAD] for counts in shown(block_map)) == 0
     assert sum(counts[BlockState.HELD] for counts in shown(block_map)) == 30_000
     assert sum(map(sum, shown(block_map))) == 50_000
-
-
-async def test_only_changed_cells_are_reported() -> None:
-    store = await new_store()
-    block_map = BlockMap(await store.stats("p"))
-    await store.allocate("p", "h1", "a", 1, [], 2)
-    await advance(block_map, store)
-    seen = block_map.tick
-    await store.allocate("p", "h2", "a", 2, [], 1)
-    await advance(block_map, store)
-    assert [cell for cell, *_ in block_map.cells_since(seen)] == [2]
-    assert not list(block_map.cells_since(block_map.tick))

@@ -44,8 +44,6 @@ class BlockMap:
     def __init__(self, stats: PoolStats, clock: Callable[[], float] = time.monotonic) -> None:
         num_blocks = stats.spec.num_blocks
         self.stats = stats
-        self.tick = time.time_ns()  # a later map of the pool has later ticks
-        self.first_tick = self.tick
         self.blocks_per_cell = -(-num_blocks // MAX_CELLS)
         self.num_cells = -(-num_blocks // self.blocks_per_cell)
         self.holders: dict[str, HolderInfo] = {}
@@ -60,7 +58,6 @@ class BlockMap:
         self._counts = array("I", bytes(4 * len(BlockState) * self.num_cells))
         self._cell_slots = array("I", bytes(4 * self.num_cells))
         self._cell_changed_s = array("I", bytes(4 * self.num_cells))
-        self._cell_ticks = array("Q", bytes(8 * self.num_cells))
         self._dirty: dict[int, None] = {}
         self._to_list: dict[str, None] = {}
         self._next_holder = 0
@@ -78,7 +75,6 @@ class BlockMap:
             num_in_cell = min(max(0, num_unread - blocks.start), len(blocks))
             self._counts[at + BlockState.FREE] = len(blocks) - num_in_cell
             self._counts[at + BlockState.UNREAD] = num_in_cell
-            self._cell_ticks[cell] = self.tick if num_in_cell else 0
 
     @property
     def age_s(self) -> int:
@@ -98,7 +94,6 @@ class BlockMap:
                 if info.worker_id in changed:
                     self._dirty |= dict.fromkeys(self._held.get(holder_id, ()))
         self.stats = stats
-        self.tick += 1
         self._now_s = self.age_s
         for _ in range(0 if stats.recovering else MAX_HOLDER_PAGES):
             page = await store.holder_page(pool_id, self._next_holder, HOLDER_PAGE)
@@ -125,14 +120,14 @@ class BlockMap:
         """The holders of a block, as far as their lists of blocks have been read."""
         return [holder_id for holder_id, held in self._held.items() if block_id in held]
 
-    def cells_since(self, tick: int) -> Iterator[tuple[int, list[int], int, int]]:
-        """Yield each cell that changed after a tick: its index, its number of blocks in each state,
-        the slot of one holder, and the second of its last change."""
-        for cell, changed in enumerate(self._cell_ticks):
-            if changed > tick:
-                at = cell * len(BlockState)
-                counts = list(self._counts[at : at + len(BlockState)])
-                yield cell, counts, self._cell_slots[cell], self._cell_changed_s[cell]
+    def cells(self) -> Iterator[tuple[int, list[int], int, int]]:
+        """Yield each cell that is not entirely free, or has changed: its index, its number of
+        blocks in each state, the slot of one holder, and the second of its last change."""
+        for cell, changed_s in enumerate(self._cell_changed_s):
+            at = cell * len(BlockState)
+            counts = list(self._counts[at : at + len(BlockState)])
+            if changed_s or any(counts[1:]):
+                yield cell, counts, self._cell_slots[cell], changed_s
 
     def _is_quarantined(self, holder_id: str) -> bool:
         if holder_id.startswith(QUARANTINE):
@@ -170,7 +165,7 @@ class BlockMap:
         for block_id in held - before:
             cell = block_id // self.blocks_per_cell
             self._cell_slots[cell] = self.slots[holder_id]
-            self._touch(cell)
+            self._cell_changed_s[cell] = self._now_s
 
     def _blocks_to_read(self) -> list[int]:
         num_used = min(self.stats.num_accounted, len(self._states))
@@ -193,10 +188,5 @@ class BlockMap:
         self._counts[cell * len(BlockState) + state] += 1
         if old == BlockState.UNREAD:
             self._num_unread -= 1
-            self._cell_ticks[cell] = self.tick
         else:
-            self._touch(cell)
-
-    def _touch(self, cell: int) -> None:
-        self._cell_ticks[cell] = self.tick
-        self._cell_changed_s[cell] = self._now_s
+            self._cell_changed_s[cell] = self._now_s

@@ -75,15 +75,10 @@ class BlockWatch:
         ]
 
 
-def to_wire(block_map: BlockMap, pool: pb.Pool, since: int) -> pb.BlockMap:
-    """Convert the cells that changed after the tick `since`, or all cells if the map is younger
-    than that tick, or if `since` is 0."""
-    is_whole = not block_map.first_tick <= since <= block_map.tick
+def to_wire(block_map: BlockMap, pool: pb.Pool) -> pb.BlockMap:
     in_order = sorted(block_map.holders.values(), key=lambda info: (info.order, info.holder_id))
     return pb.BlockMap(
         pool=pool,
-        tick=block_map.tick,
-        whole=is_whole,
         blocks_per_cell=block_map.blocks_per_cell,
         cells=[
             pb.BlockCell(
@@ -96,7 +91,7 @@ def to_wire(block_map: BlockMap, pool: pb.Pool, since: int) -> pb.BlockMap:
                 holder_slot=slot,
                 changed_s=changed_s,
             )
-            for cell, counts, slot, changed_s in block_map.cells_since(0 if is_whole else since)
+            for cell, counts, slot, changed_s in block_map.cells()
         ],
         holders=[
             pb.BlockHolder(

@@ -96,7 +96,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         response = pb.WatchBlocksResponse()
         for block_map in await self._watch.maps(self._runner.connection):
             pool = _pool(block_map.stats)
-            wire = to_wire(block_map, pool, request.since[pool.pool_id])
+            wire = to_wire(block_map, pool)
             if last := self._last_audits.find(pool.pool_id):
                 report, wire.last_audit_age_s = last
                 wire.last_audit.CopyFrom(pb.PoolAudit(**asdict(report)))

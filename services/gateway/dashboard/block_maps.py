@@ -23,11 +23,10 @@ class BlockMaps:
         self._request_of: dict[str, str] = {}
         self.pools: dict[str, dict[str, Any]] = {}
         self.is_current = False
-        self._ticks: dict[str, int] = {}
 
     async def update(self) -> None:
-        """Read what changed. Without an answer, `pools` stays and `is_current` is False."""
-        request = pb.WatchBlocksRequest(since=self._ticks)
+        """Read all maps. Without an answer, `pools` stays and `is_current` is False."""
+        request = pb.WatchBlocksRequest()
         try:
             answer = pb.WatchBlocksResponse.FromString(
                 await self._relay.send("WatchBlocks", request.SerializeToString(), _TIMEOUT_S)
@@ -38,7 +37,6 @@ class BlockMaps:
         self._request_of = self._requests()
         maps = answer.maps[:_MAX_POOLS]
         self.is_current = True
-        self._ticks = {each.pool.pool_id: each.tick for each in maps}
         self.pools = {each.pool.pool_id: self._pool(each) for each in maps}
 
     async def describe(self, pool_id: str, cell: int) -> list[dict[str, Any]]:
@@ -70,10 +68,6 @@ class BlockMaps:
 
     def _pool(self, block_map: pb.BlockMap) -> dict[str, Any]:
         pool = block_map.pool
-        before = {} if block_map.whole else self.pools.get(pool.pool_id, {}).get("cells", {})
-        cells = dict(before)
-        for cell in block_map.cells:
-            cells[str(cell.index)] = _counts(cell)
         view = {
             "model": pool.model,
             "num_blocks": pool.num_blocks,
@@ -91,7 +85,7 @@ class BlockMaps:
             "fenced": list(block_map.fenced_worker_ids),
             "blocks_per_cell": block_map.blocks_per_cell,
             "age_s": block_map.age_s,
-            "cells": cells,
+            "cells": {str(cell.index): _counts(cell) for cell in block_map.cells},
             "holders": {str(each.slot): self._holder(each.holder) for each in block_map.holders},
         }
         if block_map.HasField("last_audit"):
