@@ -34,6 +34,15 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+def version_of(*files: Path) -> tuple[tuple[int, int, int], ...] | None:
+    """Changes whenever one of the files does; None: one is missing."""
+    try:
+        found = [file.stat() for file in files]
+    except OSError:
+        return None
+    return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
 def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file. Its readers see the old content or all of the new one. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from quire.api_keys import ApiKey, KeyFileError, hash_key, read_keys
+from quire.files import version_of
 from services.gateway.access.account import Account
 from services.runtime.errors import InvalidApiKey, StartupError
 from services.runtime.logging import get_logger
@@ -31,7 +32,7 @@ class Keyring:
         self._metrics = metrics
         self._accounts: dict[str, Account] = {}
         self._by_hash: dict[str, Account] = {}
-        self._version = self._file_version()
+        self._version = version_of(file)
         try:
             self._replace(read_keys(file))
         except KeyFileError as error:
@@ -56,7 +57,7 @@ class Keyring:
 
     def reload_if_changed(self) -> None:
         """Read the file again if it has changed."""
-        version = self._file_version()
+        version = version_of(self._file)
         if version == self._version:
             return
         self._version = version
@@ -88,11 +89,3 @@ class Keyring:
         self._by_hash = {each.key.hash: each for each in accounts.values()}
         self._metrics.num_keys.set(len(accounts))
         return sorted(accounts.keys() - before), sorted(before.keys() - accounts)
-
-    def _file_version(self) -> tuple[int, ...] | None:
-        """Changes with the file; None: the file is not there."""
-        try:
-            status = self._file.stat()
-        except OSError:
-            return None
-        return (status.st_ino, status.st_mtime_ns, status.st_size, status.st_dev)

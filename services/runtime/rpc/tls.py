@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from quire.certificates import SERVICE_NAME
+from quire.files import version_of
 from services.runtime.config import ServiceSettings, env_prefix
 from services.runtime.errors import StartupError
 from services.runtime.logging import get_logger
@@ -35,12 +36,7 @@ class TlsFiles:
     @property
     def version(self) -> tuple[tuple[int, int, int], ...] | None:
         """Changes whenever a file does; None: a file is missing."""
-        files = (self.certificate, self.key, self.ca)
-        try:
-            found = [file.stat() for file in files if file is not None]
-        except OSError:
-            return None
-        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+        return version_of(self.certificate, self.key, *([] if self.ca is None else [self.ca]))
 
     def check(self) -> None:
         """Raises StartupError if a file is missing or broken, the key is another certificate's, or
