@@ -8,7 +8,6 @@ whose answers are in the output file are not computed again.
 import json
 import os
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from io import FileIO
@@ -18,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 from tqdm import tqdm
 
-from services.gateway.http.answering.answer import Answer
-from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
+from services.gateway.http.answering.answer import COMPLETIONS
 from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.answering.merge import merged
 from services.gateway.http.bodies.reading import checked
-from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.failures import error_response
 from services.offline.llm import LLM
 from services.runtime.errors import InvalidRequest
@@ -34,11 +31,6 @@ if TYPE_CHECKING:
 _ID = "batch_req_"
 _BEGINNING = f'{{"id": "{_ID}'.encode()
 """With this each line of an output file begins."""
-_KINDS: Mapping[str, tuple[type[ChatBody | CompletionBody], AnswerFormat]] = {
-    "/v1/chat/completions": (ChatBody, CHAT_FORMAT),
-    "/v1/completions": (CompletionBody, COMPLETION_FORMAT),
-}
-"""The form of the requests and of the answers of each URL."""
 
 
 class BatchError(Exception):
@@ -176,16 +168,12 @@ def _write(output: FileIO, line: bytes) -> None:
 async def answer_whole(engine: "OfflineEngine", request: BatchRequest) -> tuple[int, Any]:
     """The status and the JSON body with which the HTTP API answers a request."""
     names: Mapping[str, str] = {}
-    kind, form = _KINDS[request.url]
+    kind, form = COMPLETIONS[request.url]
     try:
         body = checked(request.body, kind)
         names = body.names
-        requests = body.requests("")
-        answer = Answer(
-            *(form, f"{form.id_prefix}-{secrets.token_hex(12)}", int(time.time())),
-            *(lambda: body.model or engine.spec.model, len(requests), body),
-        )
-        return 200, await answer.whole(merged([engine.generate(each) for each in requests]))
+        answer = form(body, secrets.token_hex(12), lambda: body.model or engine.spec.model)
+        return 200, await answer.whole(merged(list(map(engine.generate, body.requests("")))))
     except Exception as error:
         response = error_response(error, names)
         return response.status_code, json.loads(bytes(response.body))

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from http import HTTPStatus
@@ -22,8 +22,7 @@ from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import Generator, ServedModel
-from services.gateway.http.answering.answer import Answer
-from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
+from services.gateway.http.answering.answer import COMPLETIONS, Answer
 from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.answering.merge import merged
@@ -35,7 +34,7 @@ from services.gateway.http.answering.sending import (
     unless_disconnected,
 )
 from services.gateway.http.bodies.reading import read_body
-from services.gateway.http.bodies.schema import ChatBody, CompletionBody, SampledBody
+from services.gateway.http.bodies.schema import SampledBody
 from services.gateway.http.cache import CacheEndpoints
 from services.gateway.http.embeddings import AT_ONCE, EmbeddingBody, PooledBody
 from services.gateway.http.failures import (
@@ -43,7 +42,6 @@ from services.gateway.http.failures import (
     REQUEST_ID_HEADER,
     RequestIdAndErrors,
     answer_http_exception,
-    error_body,
     refusal_of,
 )
 from services.gateway.http.messages_api.answer import MessageAnswer
@@ -72,8 +70,13 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 VERSION = version("quire-serve")
 
 Body = TypeVar("Body", bound=SampledBody | PooledBody)
-MessageBody = TypeVar("MessageBody", ResponsesBody, MessagesBody)
-CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
+Form = Callable[..., Answer | ResponseAnswer | MessageAnswer]
+_GENERATED: Mapping[str, tuple[type[SampledBody], Form]] = {
+    **COMPLETIONS,
+    "/v1/responses": (ResponsesBody, ResponseAnswer),
+    "/v1/messages": (MessagesBody, MessageAnswer),
+}
+"""The bodies of the paths that generate text, and what makes the answer to each."""
 
 
 def create_app(
@@ -98,10 +101,10 @@ def create_app(
     tokens, cache = TokenEndpoints(generator), CacheEndpoints(generator)
     app = Starlette(
         routes=[
-            Route("/v1/completions", endpoints.completions, methods=["POST"]),
-            Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
-            Route("/v1/responses", endpoints.responses, methods=["POST"]),
-            Route("/v1/messages", endpoints.messages, methods=["POST"]),
+            *(
+                Route(path, partial(endpoints.generated, kind=kind, form=form), methods=["POST"])
+                for path, (kind, form) in _GENERATED.items()
+            ),
             Route("/v1/messages/count_tokens", tokens.count_tokens, methods=["POST"]),
             *(
                 Route(path, partial(endpoints.pooled, kind=kind), methods=["POST"])
@@ -160,32 +163,18 @@ class _Endpoints:
         self._scraping = asyncio.Lock()
         self._started_unix_s = int(time.time())
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody, COMPLETION_FORMAT)
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, CHAT_FORMAT)
-
-    async def responses(self, request: Request) -> Response:
-        return await self._message(request, ResponsesBody, ResponseAnswer)
-
-    async def messages(self, request: Request) -> Response:
-        return await self._message(request, MessagesBody, MessageAnswer)
-
-    async def _message(
-        self,
-        request: Request,
-        kind: type[MessageBody],
-        form: Callable[[MessageBody, str, Callable[[], str]], ResponseAnswer | MessageAnswer],
-    ) -> Response:
-        """One message, as a whole or as a stream of named events."""
+    async def generated(self, request: Request, kind: type[SampledBody], form: Form) -> Response:
+        """The answer with generated text, as a whole or as a stream of events."""
         body, name, timeout_s = await self._read(request, kind)
         answer = form(body, name, self._model(body.model))
         deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
         if not body.stream:
             return await _whole(request, answer.whole(deltas))
-        events, ping_s = answer.parts(deltas), self._stream_ping_s
-        return EventStream(events, answer.error_event, ping_s, is_named=True, ping=answer.ping)
+        return EventStream(
+            *(answer.parts(deltas), answer.error_event, self._stream_ping_s),
+            is_named=answer.is_named,
+            ping=answer.ping,
+        )
 
     async def pooled(
         self, request: Request, kind: type[EmbeddingBody | ScoreBody | RerankBody]
@@ -217,22 +206,6 @@ class _Endpoints:
         only one, whose workers may come after the request."""
         served = self._generator.models
         return cache(lambda: name or next((each.root or each.id for each in served()), ""))
-
-    async def _answer(
-        self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
-    ) -> Response:
-        body, name, timeout_s = await self._read(request, kind)
-        requests = body.requests(name, timeout_s)
-        answer = Answer(
-            answer_format,
-            *(f"{answer_format.id_prefix}-{name}", int(time.time()), self._model(body.model)),
-            num_prompts=len(requests),
-            body=body,
-        )
-        deltas = merged([self._generator.generate(each) for each in requests])
-        if body.stream:
-            return EventStream(answer.parts(deltas), error_body, self._stream_ping_s)
-        return await _whole(request, answer.whole(deltas))
 
     async def version(self, _request: Request) -> Response:
         return Json({"version": VERSION})

@@ -1,11 +1,16 @@
 """Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
 
+import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
 
 from services.gateway.http.answering.formats import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
     AnswerFormat,
     Transcript,
     choice_json,
@@ -18,7 +23,9 @@ from services.gateway.http.answering.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
-from services.gateway.http.bodies.schema import GenerationBody
+from services.gateway.http.answering.sending import COMMENT
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.failures import error_body
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
 from services.gateway.output.parser.parts import Part, Reasoning
 from services.gateway.output.usage import RequestUsage
@@ -34,14 +41,17 @@ prompt 1, and so on."""
 class Answer:
     """Formats the answer to one HTTP request."""
 
+    is_named: ClassVar[bool] = False
+    ping: ClassVar[bytes] = COMMENT
+    error_event = staticmethod(error_body)
+
     format: AnswerFormat
-    answer_id: str
-    created_unix_s: int
+    body: CompletionBody | ChatBody
+    """The request's body: which parts of an answer the client asked for."""
+    request_id: str
     model: Callable[[], str]
     """Known once the first delta is there."""
-    num_prompts: int
-    body: GenerationBody
-    """The request's body: which parts of an answer the client asked for."""
+    created_unix_s: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
@@ -105,7 +115,7 @@ class Answer:
     def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
         """The fields that all parts of the answer have in common, around `choices`."""
         return {
-            "id": self.answer_id,
+            "id": f"{self.format.id_prefix}-{self.request_id}",
             "object": kind,
             "created": self.created_unix_s,
             "model": self.model(),
@@ -122,7 +132,7 @@ class Answer:
         if opening is None:
             return
         usages = () if first is None else (replace(first, num_generated_tokens=0),)
-        for index in range(self.num_prompts * self.body.num_choices):
+        for index in range(self.body.num_prompts * self.body.num_choices):
             yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
     def _choices(self, index: int, gained: Transcript, num_echoed: int) -> list[JSON]:
@@ -188,7 +198,7 @@ class Answer:
 
     def _metrics(self, usages: Iterable[RequestUsage]) -> JSON:
         """The figures, if the answer is to one prompt: several prompts are several requests."""
-        return metrics_json(next(iter(usages), None)) if self.num_prompts == 1 else {}
+        return metrics_json(next(iter(usages), None)) if self.body.num_prompts == 1 else {}
 
     def _part(self, choices: list[JSON], usages: Iterable[RequestUsage] = ()) -> JSON:
         part = self._envelope(self.format.chunk_kind, choices)
@@ -205,3 +215,10 @@ def _without_tokens(last: Delta | None) -> Delta | None:
     if last is None or last.finish_reason is None:
         return last
     return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)
+
+
+COMPLETIONS: Mapping[str, tuple[type[CompletionBody | ChatBody], Callable[..., Answer]]] = {
+    "/v1/completions": (CompletionBody, partial(Answer, COMPLETION_FORMAT)),
+    "/v1/chat/completions": (ChatBody, partial(Answer, CHAT_FORMAT)),
+}
+"""The bodies of OpenAI's two endpoints, and what makes the answer to each."""

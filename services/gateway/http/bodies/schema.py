@@ -124,6 +124,10 @@ class SampledBody(Body):
             **self.options(),
         )
 
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
+        """One request for each prompt, in order."""
+        raise NotImplementedError
+
     def directives(self, prompt: Prompt, name: str) -> tuple[RetainDirective, ...]:
         """Return the prefixes of the prompt that the body asks to retain."""
         lasts = self.prompt_cache_retention == "24h"
@@ -205,6 +209,10 @@ class GenerationBody(SampledBody, TruncatedBody):
         return 1 if self.n is None else self.n
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def echoes(self) -> bool:
         """Whether the text begins with the prompt's text."""
         return False
@@ -253,6 +261,10 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
     def echoes(self) -> bool:
         return bool(self.echo)
 
@@ -277,7 +289,6 @@ class CompletionBody(GenerationBody):
         return {**super().options(), "add_special_tokens": special}
 
     def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
-        """One request for each prompt, in order."""
         if len(self.prompt) == 1:
             return [self.request(self.prompt[0], request_id, timeout_s)]
         return [

@@ -75,6 +75,7 @@ class ContentBlocks:
 class MessageAnswer:
     """Formats the answer to one request. `model` is known once the first delta is there."""
 
+    is_named = True
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, body: MessagesBody, request_id: str, model: Callable[[], str]) -> None:

@@ -20,6 +20,7 @@ class ResponseAnswer:
     """Formats the answer to one request: the items of one message. `model` is known once the first
     delta is there."""
 
+    is_named = True
     ping = COMMENT
 
     def __init__(self, body: ResponsesBody, request_id: str, model: Callable[[], str]) -> None:
