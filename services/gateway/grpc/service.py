@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from typing import Any, Literal
+from typing import Any
 
 from grpc import aio
 
@@ -33,12 +33,6 @@ from services.protocol.ticket import EarlyStopping
 from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-
-_EARLY_STOPPING: dict[EarlyStopping, bool | Literal["never"]] = {
-    EarlyStopping.WHEN_UNLIKELY: False,
-    EarlyStopping.WHEN_FULL: True,
-    EarlyStopping.WHEN_IMPOSSIBLE: "never",
-}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -130,16 +124,9 @@ def request_from_wire(
 def _embedding_from_wire(
     message: inference_pb2.EmbedRequest, timeout_s: float | None
 ) -> EmbeddingRequest:
-    match message.WhichOneof("input"):
-        case "text":
-            prompt: str | tuple[int, ...] = message.text
-        case "token_ids":
-            prompt = tuple(message.token_ids.ids)
-        case _:
-            raise InvalidRequest("no input: one of text and token_ids is needed")
     dimensions = message.dimensions if message.HasField("dimensions") else None
     return EmbeddingRequest(
-        *(prompt, message.request_id, message.model, dimensions),
+        *(_prompt(message), message.request_id, message.model, dimensions),
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
@@ -153,16 +140,18 @@ def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
     )
 
 
-def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+def _prompt(message: Any) -> Prompt:
+    """The input of a request for text, or of one for an embedding."""
     match message.WhichOneof("input"):
         case "text":
-            return message.text
+            return str(message.text)
         case "token_ids":
             return tuple(message.token_ids.ids)
         case "chat":
             check_num_messages(len(message.chat.messages))
             return tuple(ChatMessage(m.role, m.content, m.name) for m in message.chat.messages)
-    raise InvalidRequest("no input: one of text, token_ids and chat is needed")
+    names = ", ".join(one.name for one in message.DESCRIPTOR.oneofs_by_name["input"].fields)
+    raise InvalidRequest(f"no input: one of {names} is needed")
 
 
 def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
@@ -174,10 +163,13 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
 
 
 def _beams(message: sampling_pb2.BeamSearch) -> Beam:
+    when = early_stopping_from_wire(message.early_stopping)
     return Beam(
         width=message.width,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
-        early_stopping=_EARLY_STOPPING[early_stopping_from_wire(message.early_stopping)],
+        early_stopping=(
+            "never" if when is EarlyStopping.WHEN_IMPOSSIBLE else when is EarlyStopping.WHEN_FULL
+        ),
     )
 
 

@@ -42,19 +42,15 @@ async def read_body(request: Request, model: type[M]) -> M:
     if len(content) <= _SMALL_BYTES:
         body = _validated(content, model)
     else:
-        body = await asyncio.get_running_loop().run_in_executor(
-            _parsing, _validated_within_bounds, content, model
-        )
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(_parsing, _validated, content, model)
     request.scope.setdefault("state", {})[PARAM_NAMES] = getattr(body, "names", {})
     return body
 
 
-def _validated_within_bounds(content: bytes, model: type[M]) -> M:
-    check_counts(content)
-    return _validated(content, model)
-
-
 def _validated(content: bytes, model: type[M]) -> M:
+    if len(content) > _SMALL_BYTES:
+        check_counts(content)
     return checked(_parsed(content), model)
 
 
