@@ -20,7 +20,7 @@ from quire.v1.block_manager_pb2 import DrainWorkerRequest
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewaySettings
-from services.gateway.dashboard.routes import make_dashboard
+from services.gateway.dashboard.routes import Dashboard
 from services.gateway.grpc import service
 from services.gateway.grpc.adapters import SERVICE_NAME as ADAPTERS
 from services.gateway.grpc.adapters import AdaptersService
@@ -89,11 +89,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, document, routes = make_dashboard(
+        dashboard = Dashboard(
             *(settings.dashboard, wiring, request_metrics.metrics, relays[0]),
             host=settings.host,
             keyring=keyring,
         )
+        routes = dashboard.routes()
         if wiring.adapters is not None:
             routes += adapter_routes(wiring.adapters)
         departure = Departure()
@@ -116,7 +117,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             following = update_health(wiring, (server, operations), heartbeat)
             gauge = request_metrics.metrics.recommended_workers
             planner = _planner(settings, wiring, registry, store, gauge, relays[0])
-            works = [heartbeat.keep(), following, document.keep_history(), planner.follow()]
+            works = [
+                heartbeat.keep(),
+                following,
+                dashboard.document.keep_history(),
+                planner.follow(),
+            ]
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
@@ -125,7 +131,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
             await stop.wait()
             heartbeat.changed()
-            feed.close()
+            dashboard.feed.close()
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()

@@ -1,6 +1,6 @@
 """The dashboard's part of the HTTP application: the page's files, its feed, and its questions."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NoReturn
 
@@ -19,7 +19,6 @@ from services.gateway.grpc.relay import Relay
 from services.gateway.http.answering.sending import EventStream, Json
 from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.identity import client_id
-from services.gateway.scheduling.explainer import Explainer
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied
 from services.runtime.metrics import GatewayMetrics
@@ -44,60 +43,41 @@ _FROM_PAGE_HEADER = "X-Quire-Dashboard"
 """A page of another site needs a CORS permission to send this header, and Quire gives none."""
 
 
-def make_dashboard(
-    setting: DashboardSetting,
-    wiring: Wiring,
-    metrics: GatewayMetrics,
-    block_manager: Relay,
-    *,
-    host: str,
-    keyring: Keyring | None,
-) -> tuple[Feed, DashboardDocument, list[Route]]:
-    """Return the feed, the document whose history to keep, and the dashboard's routes, which are
-    empty if the dashboard is off. `host` is the address on which the gateway listens. `keyring` is
-    None if API keys are off; with API keys, the dashboard needs the key of an operator."""
-
-    def requests() -> dict[str, str]:
-        running = wiring.dispatcher.requests
-        return {each.tickets.holder_id: client_id(each.id) for each in running}
-
-    def check(request: Request) -> None:
-        if keyring is not None:
-            bind_caller(keyring.account(request.headers.get("authorization")).caller)
-            require_operator()
-        elif setting == "auto":
-            check_local(request, host)
-
-    block_maps = BlockMaps(block_manager, requests)
-    document = DashboardDocument(
-        *(wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics),
-        *(wiring.explainer.records, block_maps),
-    )
-    feed = Feed(document.build)
-    routes = DashboardRoutes(feed, block_maps, wiring.explainer, check).routes()
-    return feed, document, [] if setting == "off" else routes
-
-
-class DashboardRoutes:
-    """Serves the dashboard. `check` raises an error if a request may not see its data."""
+class Dashboard:
+    """The dashboard of a gateway that listens on the address `host`. `keyring` is None if API keys
+    are off; with API keys, the dashboard needs the key of an operator."""
 
     def __init__(
         self,
-        feed: Feed,
-        block_maps: BlockMaps,
-        explainer: Explainer,
-        check: Callable[[Request], None],
+        setting: DashboardSetting,
+        wiring: Wiring,
+        metrics: GatewayMetrics,
+        block_manager: Relay,
+        *,
+        host: str,
+        keyring: Keyring | None,
     ) -> None:
-        self._feed = feed
-        self._block_maps = block_maps
-        self._explainer = explainer
-        self._check = check
+        def requests() -> dict[str, str]:
+            running = wiring.dispatcher.requests
+            return {each.tickets.holder_id: client_id(each.id) for each in running}
+
+        self._setting, self._host, self._keyring = setting, host, keyring
+        self._explainer = wiring.explainer
+        self._block_maps = BlockMaps(block_manager, requests)
+        self.document = DashboardDocument(
+            *(wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics),
+            *(wiring.explainer.records, self._block_maps),
+        )
+        self.feed = Feed(self.document.build)
         self._files = {
             path.name: Response(path.read_bytes(), 200, _HEADERS, _TYPES[path.suffix])
             for path in PAGE.iterdir()
         }
 
     def routes(self) -> list[Route]:
+        """None if the dashboard is off."""
+        if self._setting == "off":
+            return []
         return [
             Route("/", self._page),
             Route("/dashboard/feed", self._events),
@@ -106,6 +86,14 @@ class DashboardRoutes:
             Route("/dashboard/audit", self._audit, methods=["POST"]),
             Route("/dashboard/{name}", self._file),
         ]
+
+    def _check(self, request: Request) -> None:
+        """Raise an error if a request may not see the dashboard's data."""
+        if self._keyring is not None:
+            bind_caller(self._keyring.account(request.headers.get("authorization")).caller)
+            require_operator()
+        elif self._setting == "auto":
+            check_local(request, self._host)
 
     async def _page(self, _request: Request) -> Response:
         return self._files["index.html"]
@@ -122,7 +110,7 @@ class DashboardRoutes:
 
     async def _checked_events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the feed's events until the request's key is revoked or loses the role operator."""
-        async with aclosing(self._feed.events()) as events:
+        async with aclosing(self.feed.events()) as events:
             async for event in events:
                 try:
                     self._check(request)

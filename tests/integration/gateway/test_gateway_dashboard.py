@@ -19,7 +19,7 @@ from quire.v1 import block_manager_pb2 as pb
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
 from services.gateway.dashboard.document import DashboardDocument
-from services.gateway.dashboard.routes import make_dashboard
+from services.gateway.dashboard.routes import Dashboard
 from services.gateway.http.app import create_app
 from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.http.server import http_server
@@ -100,15 +100,16 @@ async def dashboard(
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    feed, document, routes = make_dashboard(
+    shown = Dashboard(
         *(setting, harness.assembly, metrics, manager), host="127.0.0.1", keyring=keys
     )
+    routes = shown.routes()
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
-            yield Page(http, manager, document)
-        feed.close()
+            yield Page(http, manager, shown.document)
+        shown.feed.close()
 
 
 async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
