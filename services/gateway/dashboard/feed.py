@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.runtime.errors import Overloaded
 from services.runtime.ticks import until_tick
 
@@ -43,7 +44,7 @@ class Feed:
         self._patch = b""
         self._whole = b""
         self._num_viewers = 0
-        self._updated = asyncio.Event()
+        self._changes = ChangeNotifier()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -67,23 +68,19 @@ class Feed:
     def close(self) -> None:
         """End all streams, so that they do not delay the gateway's end."""
         self._closed = True
-        self._notify()
+        self._changes.notify()
 
     async def _newer_than(self, number: int) -> bool:
         """Wait for an update after this one. False: the feed has closed. Raises the error of
         `build`, if it has failed."""
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name="dashboard feed")
-            self._task.add_done_callback(lambda _: self._notify())
+            self._task.add_done_callback(lambda _: self._changes.notify())
         while not self._closed and self._number <= number:
             if self._task is not None and self._task.done():
                 self._task.result()
-            await self._updated.wait()
+            await self._changes.wait(self._changes.num_changes)
         return not self._closed
-
-    def _notify(self) -> None:
-        self._updated.set()
-        self._updated = asyncio.Event()
 
     async def _run(self) -> None:
         while True:
@@ -91,7 +88,7 @@ class Feed:
             self._patch = _event("patch", merge_patch(self._document, document))
             self._document, self._whole = document, b""
             self._number += 1
-            self._notify()
+            self._changes.notify()
             await asyncio.sleep(until_tick(INTERVAL_S))
 
     def _snapshot(self) -> bytes:
