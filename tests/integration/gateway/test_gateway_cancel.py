@@ -5,17 +5,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.protocol.ticket import FinishReason
+from quire.v1 import decode_pb2, prefill_pb2
 from services.runtime.errors import DeadlineExceeded
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
-
-PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
-DRAINING = worker_pb2.Requeue.REASON_DRAINING
-STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
 async def test_a_cancelled_request_leaves_the_queue(make_harness: Any) -> None:
@@ -45,28 +40,6 @@ async def test_a_cancel_in_prefill_aborts_at_both_workers(make_harness: Any) -> 
     prefill.let_go()  # it crossed the abort: nobody listens any more
     await Call(harness.gateway, asked("r2")).result()
     assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
-
-
-async def test_a_cancel_before_the_claim_aborts_at_the_issuer_too(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 0
-    call = Call(harness.gateway, asked())
-    await until(lambda: len(call.tokens) == 1 and "r1" in decode.running)
-    await call.cancel()
-    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
-
-
-async def test_a_cancel_while_decoding_aborts_at_the_decode_worker(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 4
-    call = Call(harness.gateway, asked())
-    await until(lambda: len(call.tokens) == 4)
-    await call.cancel()
-    await until(lambda: decode.aborted == [("r1", 1)])
-    assert not decode.running
-    assert prefill.aborted == [("r1", 1)]  # at the first token: its ticket was claimed
 
 
 async def test_an_id_may_be_used_again_before_the_workers_have_released_it(
@@ -120,17 +93,3 @@ async def test_a_deadline_reaches_every_hop(make_harness: Any) -> None:
     with pytest.raises(DeadlineExceeded):
         await call.result()
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
-
-
-async def test_a_stop_string_ends_the_sequence_at_its_worker(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    text = bytes(expected(PROMPT, 20)).decode()
-    stop = text[4:7]
-    call = Call(harness.gateway, asked(max_tokens=1000, sampling={"stop": (stop,)}))
-    last = await call.result()
-    assert call.text == text[: text.index(stop)]
-    assert (last.finish_reason, last.stopped_by) == (FinishReason.STOP, stop)
-    assert call.tokens == expected(PROMPT, text.index(stop) + 3)
-    await until(lambda: decode.aborted == [("r1", 1)])
-    assert not decode.running

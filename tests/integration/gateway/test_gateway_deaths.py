@@ -11,23 +11,6 @@ from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def test_requests_that_waited_at_workers_that_died_go_on(make_harness: Any) -> None:
-    """Two prefill workers die one after the other before they have begun the request: no worker
-    begins anything while the block store is stuck."""
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, FakeDecode())
-    prefill.begins = False
-    call = Call(harness.gateway, asked())
-    for number in (1, 2):
-        await until(lambda number=number: len(prefill.submitted) == number)  # type: ignore[misc]
-        prefill.die()
-    await until(lambda: len(prefill.submitted) == 3)
-    prefill.begins = True
-    prefill.die()
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_of_workers_that_left_go_on(make_harness: Any, role: str) -> None:
     """A worker that closes its stream did not die of a request."""

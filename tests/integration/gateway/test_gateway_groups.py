@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
-from services.gateway.output import output
 from services.gateway.output.delta import Delta
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked, read
+from .conftest import PROMPT, SPEC, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -28,26 +27,6 @@ def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
 
 def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
     return {index: expected(PROMPT, num_tokens, index) for index in range(num)}
-
-
-async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None:
-    """A stop string ends one sequence, and then the worker dies."""
-    texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
-    stop = texts[1][2:5]
-    assert not any(stop in texts[index] for index in (0, 2))
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 6
-    call = Call(harness.gateway, asked(sampling={**N, "stop": (stop,)}))
-    await until(lambda: ("r1", 1, 1) in decode.ended_early)
-    await until(lambda: decode.slots == {("r1", 1): 2})
-    decode.die()
-    decode.go_on(pause_after=8)
-    await call.result()
-    assert tokens_of(call.deltas) == {**all_of(), 1: expected(PROMPT, 5, 1)}
-    assert [s.index for s in prefill.submitted[-1].sequences] == [0, 2]
-    (end,) = [delta for delta in call.deltas if delta.index == 1 and delta.finish_reason]
-    assert end.stopped_by == stop
 
 
 async def test_a_group_gets_its_slots_before_those_behind_it(make_harness: Any) -> None:
@@ -137,21 +116,3 @@ async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_harness: A
     large.die()
     with pytest.raises(NoWorker, match="8 sequences at a time"):
         await call.result()
-
-
-async def test_an_unread_group_is_paused(
-    make_harness: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 20)
-    decode = FakeDecode()
-    decode.pause_after = 40
-    harness = await make_harness(FakePrefill(), decode)
-    deltas = read(harness.gateway, asked(max_tokens=100, sampling=N))
-    got = [await anext(deltas)]
-    await until(lambda: bool(decode.at_rest))
-    decode.pause_after = None
-    got += [delta async for delta in deltas]
-    assert tokens_of(got) == all_of(100)
-
-
-# ── clients that go on ───────────────────────────────────────────────────────────────────────────

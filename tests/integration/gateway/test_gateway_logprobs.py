@@ -33,68 +33,24 @@ def of(tokens: Sequence[int], num_top: int) -> TokenLogprobs:
     )
 
 
-OF_TOKENS = [of([*PROMPT, *TOKENS[:end]], NUM_TOP) for end in range(1, 9)]
-OF_PROMPT = [of(PROMPT[:end], 2) for end in range(2, len(PROMPT) + 1)]
-
-
-class Reader:
-    """All that a client receives of one request."""
-
-    def __init__(self, client: AsyncClient, **sampling: Any) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.of_prompt: list[TokenLogprobs] = []
-        params = Sampling(temperature=0.0, max_tokens=8, **sampling)
-        self._request = Request(list(PROMPT), params, request_id="r1")
-        self.task = asyncio.create_task(self._read(client))
-
-    async def _read(self, client: AsyncClient) -> None:
-        async with client.send(self._request, timeout_s=60.0) as deltas:
-            async for delta in deltas:
-                assert len(delta.logprobs) in (0, len(delta.token_ids))
-                self.tokens += delta.token_ids
-                self.logprobs += delta.logprobs
-                self.of_prompt += delta.prompt_logprobs
-
-    async def has(self, num_tokens: int) -> None:
-        await until(lambda: len(self.tokens) == num_tokens or self.task.done())
-
-    async def end(self) -> None:
-        async with asyncio.timeout(20):
-            await self.task
-
-
 @pytest.fixture
 def workers() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill(), FakeDecode()
 
 
+OF_TOKENS = [of([*PROMPT, *TOKENS[:end]], NUM_TOP) for end in range(1, 9)]
+OF_PROMPT = [of(PROMPT[:end], 2) for end in range(2, len(PROMPT) + 1)]
+
+
 async def test_logprobs_come_only_when_asked_for(make_harness: Any, workers: Any) -> None:
     harness = await make_harness(*workers)
-    async with AsyncClient(await harness.listen()) as client:
-        reader = Reader(client)
-        await reader.end()
-    assert (reader.tokens, reader.logprobs, reader.of_prompt) == (TOKENS, [], [])
+    call = Call(harness.gateway, asked(prompt=PROMPT))
+    await call.result()
+    assert call.tokens == TOKENS
+    assert not any(delta.logprobs or delta.prompt for delta in call.deltas)
     (submit,) = workers[0].commands(prefill_pb2.PrefillSubmit)
     assert not submit.HasField("prompt_logprobs")
     assert not submit.ticket.sampling.HasField("logprobs")
-
-
-@pytest.mark.parametrize(
-    ("sampling", "problem"),
-    [
-        ({"logprobs": 21}, r"logprobs is 21, not in \[0, 20\]"),
-        ({"logprobs": -1}, "logprobs is -1"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
-    ],
-)
-async def test_more_than_there_may_be_is_refused(
-    make_harness: Any, workers: Any, sampling: dict[str, Any], problem: str
-) -> None:
-    harness = await make_harness(*workers)
-    with pytest.raises(InvalidRequest, match=problem):
-        await Call(harness.gateway, asked(sampling=sampling)).result()
-    assert not workers[0].seen
 
 
 async def test_a_prompt_too_long_for_its_logprobs_is_refused(

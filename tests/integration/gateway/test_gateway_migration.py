@@ -62,26 +62,6 @@ async def test_a_ticket_under_way_to_a_worker_that_leaves_is_moved_once_it_runs(
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
 
 
-async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_harness: Any) -> None:
-    """The granted slot is gone when the ticket arrives: it goes on with another one."""
-    prefill, leaving, lost = FakePrefill(), FakeDecode("leaving"), FakeDecode("lost")
-    harness = await make_harness(prefill, leaving)
-    (call,) = await running_at(harness, leaving, "r1")
-    handing_over: list[Any] = []
-    hand_over = leaving.on_hand_over
-    leaving.on_hand_over = lambda *args: handing_over.append(args)  # type: ignore[method-assign]
-    await harness.add(lost)
-    leaving.report(leaving.load, draining=True)
-    await until(lambda: bool(handing_over))
-    await harness.registry.withdraw("lost")
-    await until(lambda: "lost" not in harness.connected())
-    await harness.add(FakeDecode("other"))
-    hand_over(*handing_over[0])
-    await finish(call)
-    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
-    assert not lost.commands(decode_pb2.Admit)
-
-
 @pytest.fixture
 async def uneven(make_harness: Any) -> Uneven:
     """6 requests run at one worker, and none at the other. The migration runs when the test says

@@ -268,11 +268,11 @@ async def test_idle_connections_leave_grpc_and_http_open(
 ) -> None:
     """There are more connections than the process may have open files. HTTP serves them, gRPC
     closes silent ones, and the log has a few lines at most."""
-    num_connections = 600
+    num_connections = 300
     log = short_path / "log"
 
     def limit_open_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 
     with log.open("w") as stderr:
         gateway = await launch(

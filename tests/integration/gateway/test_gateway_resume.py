@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from blockstore.registry import Member
-from quire import AsyncClient, Client, InvalidRequest, Unreachable
+from quire import AsyncClient, Client, Unreachable
 from quire.messages import Request
 from quire.types import Sampling
 from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
@@ -211,12 +211,6 @@ async def test_a_client_gets_an_error_when_no_gateway_is_left(two: Two, workers:
             await reader.end()
 
 
-async def test_an_answer_is_no_break(two: Two, client: AsyncClient) -> None:
-    with pytest.raises(InvalidRequest):
-        await client.complete([], Sampling())
-    assert two.proxies[1].num_connections == 0
-
-
 # ── what a gateway is asked to go on with ────────────────────────────────────────────────────────
 
 
@@ -264,22 +258,6 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, work
     decode.go_on(pause_after=8)
     assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
     assert len(prefill.submitted) == 1
-
-
-async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any) -> None:
-    """Each gateway draws its own seed, on which no greedy token depends."""
-    prefill, decode = workers
-    decode.parks, decode.pause_after = True, 3
-    stub = await two.first.serve()
-    lost = asyncio.create_task(tokens_of(stub.Generate(message(None))))
-    await until(lambda: bool(decode.running) and decode.running["r1"].num_generated == 3)
-    await two.first.lose_workers()
-    await until(lambda: bool(decode.parked))
-    decode.go_on(pause_after=8)
-    stub = await two.second.serve()
-    assert await tokens_of(stub.Generate(message(2))) == expected(PROMPT, 8)[2:]
-    assert len(prefill.submitted) == 1
-    lost.cancel()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
 DRAINING = worker_pb2.Requeue.REASON_DRAINING
-STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
 async def test_a_request_walks_from_prefill_to_decode_and_ends(make_harness: Any) -> None:
@@ -44,17 +43,6 @@ async def test_a_request_walks_from_prefill_to_decode_and_ends(make_harness: Any
     assert list(admit.ticket.sequences[0].block_ids) == [0]
 
 
-async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    call = Call(harness.gateway, asked(max_tokens=1))
-    await call.result()
-    assert call.tokens == expected(PROMPT, 1)
-    await until(lambda: decode.aborted == [("r1", 1)])
-    assert not decode.commands(decode_pb2.Admit)
-    assert not prefill.aborted
-
-
 async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harness: Any) -> None:
     """Among requests that share prefixes, the number would reveal what others have sent. The
     gateway's metrics have it in any case."""
@@ -73,20 +61,6 @@ async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harn
         request.sampling.max_tokens = 2
         usage = [response.usage async for response in stub.Generate(request)][-1]
         assert usage.HasField("num_cached_tokens") == bool(salt)
-
-
-async def test_a_stale_ticket_is_computed_again(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 0
-    call = Call(harness.gateway, asked())
-    await until(lambda: "r1" in decode.running)
-    decode.pause_after = None
-    decode.requeue("r1", STALE)
-    last = await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-    assert last.usage is not None
-    assert last.usage.num_preemptions == 0
 
 
 async def test_a_draining_worker_gets_nothing_new(make_harness: Any) -> None:
@@ -145,18 +119,6 @@ async def test_clients_take_turns(make_harness: Any) -> None:
     assert served == ["a0", "a1", "b", "a2", "a3", "a4"]
 
 
-async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:
-    """The worker that reports free slots has none; the request does not wait for it."""
-    full, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
-    harness = await make_harness(FakePrefill(), full, free)
-    full.num_slots = 0
-    call = Call(harness.gateway, asked())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-    assert [type(command).__name__ for command in full.seen] == ["Reserve"]
-    assert len(free.commands(decode_pb2.Admit)) == 1
-
-
 async def test_a_worker_that_does_not_answer_delays_no_other_request(make_harness: Any) -> None:
     silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     silent.answers_reservations = False
@@ -195,18 +157,6 @@ async def test_a_worker_whose_stream_broke_is_asked_again(make_harness: Any) -> 
     only.close_streams()
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
-
-
-async def test_a_request_waits_while_all_slots_are_taken(make_harness: Any) -> None:
-    decode = FakeDecode(num_slots=1)
-    harness = await make_harness(FakePrefill(), decode)
-    decode.pause_after = 2
-    first, second = Call(harness.gateway, asked("r1")), Call(harness.gateway, asked("r2"))
-    await until(lambda: len(first.tokens) == 2 and harness.assembly.dispatcher.num_waiting == 1)
-    decode.go_on(pause_after=8)
-    await first.result()
-    await second.result()
-    assert second.tokens == expected(PROMPT, 8)
 
 
 async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:
@@ -277,27 +227,5 @@ async def test_requests_in_the_queue_count_for_their_client(make_harness: Any) -
     with pytest.raises(QueueFull, match=r"2 requests of this client wait"):
         await Call(harness.gateway, asked("a3", caller=Caller(host="a"))).result()
     decode.go_on(pause_after=8)
-    for call in calls:
-        await call.result()
-
-
-async def test_prefill_goes_where_the_same_prefix_is_computed(make_harness: Any) -> None:
-    """There are two prefill workers. While one computes a long prefix, a request with the same
-    prefix goes there too, and another one goes to the other."""
-    one, two = FakePrefill("prefill-1"), FakePrefill("prefill-2")
-    harness = await make_harness(one, two, FakeDecode())
-    one.holds = two.holds = True
-    shared, other = tuple(range(1, 129)), tuple(range(130, 258))
-    calls = [Call(harness.gateway, asked("a", prompt=(*shared, 1)))]
-    await until(lambda: len(one.held) + len(two.held) == 1)
-    leader, idle = (one, two) if one.held else (two, one)
-    calls.append(Call(harness.gateway, asked("b", prompt=(*shared, 2))))
-    await until(lambda: len(one.held) + len(two.held) == 2)
-    calls.append(Call(harness.gateway, asked("c", prompt=other)))
-    await until(lambda: len(one.held) + len(two.held) == 3)
-    assert [ticket.request_id for _, ticket in leader.held] == ["a", "b"]
-    assert [ticket.request_id for _, ticket in idle.held] == ["c"]
-    one.let_go()
-    two.let_go()
     for call in calls:
         await call.result()

@@ -26,8 +26,6 @@ from services.protocol.ticket import (
     EarlyStopping,
     FinishReason,
     Hypothesis,
-    Swapped,
-    SwappedTable,
     Ticket,
     TicketSequence,
 )
@@ -133,24 +131,6 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
     assert [one.token_ids for one in again.sequences] == [(5,) * 4, (6,) * 4, (7,) * 4]
     assert again.beams == left.beams
     assert not any(one.block_ids for one in again.sequences)
-
-
-async def test_a_swapped_out_search_is_fetched_with_its_tokens() -> None:
-    walk = Walk(beam=BeamParams(width=1, num_returned=1))
-    assert await walk.reserve()
-    ticket = walk.start()
-    one = replace(begun(ticket), sequences=begun(ticket).sequences[:1], beams=BeamState((-1.0,)))
-    walk.on_event(walk.prefill, Prefilled(one, ()))
-    left = replace(
-        one,
-        sequences=(TicketSequence(0, (5,) * 4),),
-        swapped=Swapped("colder", "h", 2, (SwappedTable(0, (7,)),)),
-    )
-    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, left))
-    assert await walk.reserve()
-    again = walk.start()
-    assert again.sequences == left.sequences
-    assert again.swapped == left.swapped
 
 
 async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> None:

@@ -115,38 +115,6 @@ async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:
     assert walk.decode.sent[-1] == Abort("r1", 1)
 
 
-async def test_running_sequences_are_recomputed_from_their_own_tokens_after_a_loss() -> None:
-    walk = Walk(num_sequences=NUM)
-    await walk.until_decoding()
-    step(walk, 0, 3)
-    step(walk, 1, MAX_TOKENS - 1)
-    walk.on_lost(walk.decode, died=True)
-    assert await walk.reserve()
-    assert walk.decode.sent[-1] == Reserve("r1", 2, 2)
-    ticket = walk.start()
-    assert ticket.sequences == (
-        TicketSequence(0, tuple(expected(4, 0))),
-        TicketSequence(2, tuple(expected(1, 2))),
-    )
-    walk.on_event(walk.prefill, walk.prefilled(ticket))
-    step(walk, 0)
-    step(walk, 2, 4)
-    assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
-    assert await tokens_of(walk) == {index: expected(MAX_TOKENS, index) for index in range(NUM)}
-
-
-async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
-    """A step was cut off, so that some sequences have a token more than others."""
-    walk = Walk(num_sequences=2)
-    await walk.until_decoding()
-    step(walk, 0)
-    walk.on_lost(walk.decode, died=True)
-    assert await walk.reserve()
-    lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
-    assert lengths == [2, 1]
-    walk.request.close()
-
-
 async def test_a_group_moves_without_those_that_have_ended() -> None:
     """Also without a sequence that a stop string ended while the ticket was on its way."""
     walk = Walk(num_sequences=NUM, stop=(text_of(expected(3, 1)[2:]),))

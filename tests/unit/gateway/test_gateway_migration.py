@@ -133,24 +133,6 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
     return issuer
 
 
-async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
-    walk = Walk()
-    issuer = await at_rest(walk)
-    assert not await walk.reserve(granted=False)
-    assert not await sending.reserve(walk.request, walk.decode, timeout_s=0)  # no answer
-    assert walk.request.attempt.detached is not None
-    assert await walk.reserve()
-    sending.admit(walk.request)
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert admit.ticket.attempt == walk.request.attempt.number
-    assert admit.ticket.sequences[0].block_ids == (9, 10)
-    rest = expected(MAX_TOKENS)[2:]
-    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
-    assert await walk.tokens() == expected(MAX_TOKENS)
-    assert [c for c in issuer.sent if isinstance(c, Abort)] == [Abort("r1", 1)]  # it is claimed
-
-
 @pytest.mark.parametrize("how", ["taken back", "issuer lost", "given up", "cancelled"])
 async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None:
     """The request is computed again; the issuer is told to release, unless it knows, or is gone."""
@@ -182,20 +164,4 @@ async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> No
     walk.on_event(issuer, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert walk.request.status is RequestStatus.QUEUED
     assert Abort("r1", attempt) in walk.decode.sent
-    walk.request.close()
-
-
-async def test_a_handed_over_ticket_that_does_not_go_on_where_we_are_is_refused() -> None:
-    walk = Walk()
-    ticket, other, slot = await moving(walk)
-    walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert sending.request_move(walk.request, slot)
-    given = handed_over(walk, ticket)
-    assert given.ticket is not None
-    wrong = replace(given.ticket.sequences[0], token_ids=(1, 2))
-    walk.on_event(walk.decode, replace(given, ticket=replace(given.ticket, sequences=(wrong,))))
-    assert walk.request.status is RequestStatus.QUEUED
-    assert walk.request.attempt.detached is None
-    assert Abort("r1", 1) in walk.decode.sent
-    assert Abort("r1", 2) in other.sent
     walk.request.close()

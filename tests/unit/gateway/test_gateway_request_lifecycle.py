@@ -51,15 +51,6 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     assert admit.ticket.holder_id == ticket.holder_id
 
 
-async def test_a_refusal_leaves_it_where_it_was() -> None:
-    walk = Walk()
-    assert not await walk.reserve(granted=False)
-    assert (walk.request.status, walk.request.attempt.number) == (RequestStatus.QUEUED, 1)
-    assert walk.decode.refused == 1
-    assert walk.decode.num_taken_slots == 0
-    assert [type(command) for command in walk.decode.sent] == [Reserve]
-
-
 async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
     walk = Walk()
     assert not await sending.reserve(walk.request, walk.decode, timeout_s=0)
@@ -124,30 +115,6 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     walk.on_event(walk.prefill, generated(walk, 5))
     walk.request.close()
     assert await walk.tokens() == expected(1)
-
-
-@pytest.mark.parametrize("skip", [-1, 1], ids=["repeated", "lost"])
-async def test_a_step_that_is_repeated_or_lost_never_reaches_the_client(skip: int) -> None:
-    walk = Walk()
-    await walk.until_decoding()
-    walk.on_event(walk.decode, generated(walk, 5, skip=skip))
-    assert walk.request.status is RequestStatus.QUEUED
-    assert Abort("r1", 1) in walk.decode.sent
-    walk.request.close()
-    assert await walk.tokens() == expected(1)
-
-
-async def test_a_worker_that_returned_the_request_is_not_aborted_but_the_other_is() -> None:
-    walk = Walk()
-    assert await walk.reserve()
-    walk.start()
-    walk.on_event(walk.prefill, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert Abort("r1", 1) in walk.decode.sent
-    assert Abort("r1", 1) not in walk.prefill.sent
-    assert not walk.prefill.prefill_loads
-    assert walk.decode.num_taken_slots == 0
-    assert walk.host.num_waits == 1
-    assert walk.output.stats.num_preemptions == 1
 
 
 async def test_a_workers_error_is_the_clients() -> None:

@@ -19,6 +19,7 @@ from services.model.config.model_config import GenerationDefaults
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
 
+NAN, INFINITY = float("nan"), float("inf")
 WORDS = ["a", "b", "Ġ", "Ġa", "ab", "Ġb", "bb"]
 """In a toy vocabulary `ab` is a token and ` ab` two; `a` and ` a` are one each."""
 IDS = {word: token_id for token_id, word in enumerate(WORDS)}
@@ -104,31 +105,58 @@ def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("param", "asked"),
+    ("asked", "text"),
     [
-        ("temperature", {"temperature": -1.0}),
-        ("top_k", {"top_k": -2}),
-        ("top_p", {"top_p": 2.0}),
-        ("min_p", {"min_p": -1.0}),
-        ("seed", {"seed": -(2**63) - 1}),
-        ("seed", {"seed": 2**64}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("min_tokens", {"min_tokens": -1}),
-        ("stop", {"stop": ("",)}),
-        ("stop", {"stop": ("x" * 2000,)}),
-        ("stop", {"stop": ("a",) * 65}),
-        ("stop_token_ids", {"stop_token_ids": (10**9,)}),
-        ("logit_bias", {"logit_bias": {1: 1e9}}),
-        ("allowed_token_ids", {"allowed_token_ids": ()}),
-        ("bad_words", {"bad_words": (" ",)}),
-        ("repetition_penalty", {"repetition_penalty": 0.0}),
-        ("presence_penalty", {"presence_penalty": 3.0}),
-        ("frequency_penalty", {"frequency_penalty": float("nan")}),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": INFINITY}, "temperature is inf"),
+        ({"temperature": 1e300}, "too large"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1e-60}, "top_p is 0"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": NAN}, "top_p is nan"),
+        ({"min_p": -0.01}, "min_p is -0.01"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
+        ({"stop": ("",)}, "a stop string is empty"),
+        ({"stop": ("x",) * 65}, "65 stop strings"),
+        ({"stop": ("x" * 1025,)}, "1025 characters"),
+        ({"stop": ("\ud800",)}, "not valid Unicode"),
+        ({"stop_token_ids": (384,)}, "384 is not in the vocabulary of 384"),
+        ({"stop_token_ids": (-1,)}, "-1 is not in the vocabulary"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0, not above 0"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty is -1"),
+        ({"repetition_penalty": INFINITY}, "repetition_penalty is inf"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1, not in [-2, 2]"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1, not in [-2, 2]"),
+        ({"frequency_penalty": NAN}, "frequency_penalty is nan"),
+        ({"logit_bias": {7: 100.5}}, "logit_bias of 7 is 100.5, not in [-100, 100]"),
+        ({"logit_bias": {7: NAN}}, "logit_bias of 7 is nan"),
+        ({"logit_bias": {384: 1.0}}, "logit_bias: 384 is not in the vocabulary of 384"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 tokens in logit_bias, at most 1024"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": (384,)}, "allowed_token_ids: 384 is not in the vocabulary"),
+        ({"allowed_token_ids": (1,) * 16385}, "16385 allowed_token_ids, at most 16384"),
+        ({"bad_words": ("x",) * 1001}, "1001 bad_words, at most 1000"),
+        ({"bad_words": ("x" * 16385,)}, "16385 characters in bad_words, at most 16384"),
+        ({"bad_words": (" ",)}, "a bad word is empty"),
+        ({"bad_words": ("\ud800",)}, "not valid Unicode"),
+        ({"min_tokens": -1}, "min_tokens is -1, not 0 or more"),
+        (
+            {"min_tokens": 1, "allowed_token_ids": (7, 8), "stop_token_ids": (7, 8)},
+            "min_tokens is 1, but all 2 allowed_token_ids are bad_words or end the generation",
+        ),
     ],
 )
 async def test_a_refusal_names_the_parameter_at_fault(
-    model: Model, param: str, asked: dict[str, Any]
+    model: Model, asked: dict[str, Any], text: str
 ) -> None:
+    """The first one of each row."""
     with pytest.raises(InvalidRequest) as refused:
         await resolved(model, **asked)
-    assert refused.value.param == param
+    assert text in str(refused.value)
+    assert refused.value.param == next(iter(asked))

@@ -26,7 +26,7 @@ def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[i
 
 
 def admit(pair: WorkerPair, issued: Ticket) -> None:
-    pair.decode.role.reserve(pair.session, *issued.key, len(issued.sequences))
+    pair.decode.role.reserve(pair.session, *issued.key, issued.width)
     pair.decode.role.admit(pair.session, issued)
 
 

@@ -6,49 +6,26 @@ from typing import Any
 
 import pytest
 
-from services.protocol.messages import Generated, Prefilled, Step
+from services.protocol.messages import Generated
 from services.protocol.ticket import Hypothesis, Ticket
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
-from .fakes import PROMPT, FakeSession
+from .fakes import PROMPT
+from .groups import start
+from .runs import outputs, prefill
 from .searches import MAX_TOKENS, asked, right
 
 
-async def prefill(pair: WorkerPair, wanted: Ticket) -> Any:
-    session = FakeSession()
-    pair.prefill.role.submit(session, wanted)
-    await pair.until(lambda: bool(session.of(Prefilled)))
-    return session.of(Prefilled)[0]
-
-
-def admit(pair: WorkerPair, issued: Ticket) -> None:
-    pair.decode.role.reserve(pair.session, *issued.key, issued.width)
-    pair.decode.role.admit(pair.session, issued)
-
-
-async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
-    event = await prefill(pair, wanted)
-    assert event.outputs == ()
-    issued: Ticket = event.ticket
-    admit(pair, issued)
-    return issued
-
-
-def generated_of(session: FakeSession, request_id: str) -> list[Generated]:
-    steps = [output for step in session.of(Step) for output in step.outputs]
-    return [output for output in steps if output.request_id == request_id]
-
-
-def hypotheses(outputs: Iterable[Any]) -> tuple[Hypothesis, ...]:
-    found = [output for output in outputs if output.token_ids]
+def hypotheses(drawn: Iterable[Any]) -> tuple[Hypothesis, ...]:
+    found = [output for output in drawn if output.token_ids]
     assert [output.index for output in found] == list(range(len(found)))
     return tuple(Hypothesis(one.token_ids, one.score, one.finish_reason) for one in found)
 
 
 async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, ...]:
-    await pair.until(lambda: bool(hypotheses(generated_of(pair.session, request_id))))
-    return hypotheses(generated_of(pair.session, request_id))
+    await pair.until(lambda: bool(hypotheses(outputs(pair.session, request_id))))
+    return hypotheses(outputs(pair.session, request_id))
 
 
 async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
@@ -65,14 +42,14 @@ async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
 
 async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await start(pair, asked(max_tokens=500, width=2))
-    await pair.until(lambda: len(generated_of(pair.session, "r1")) > 3)
-    assert set(generated_of(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
+    await pair.until(lambda: len(outputs(pair.session, "r1")) > 3)
+    assert set(outputs(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
 
 
 async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: WorkerPair) -> None:
-    issued: Ticket = (await prefill(pair, asked())).ticket
+    issued: Ticket = await prefill(pair, asked())
     assert issued.beams is not None
     one = replace(
         issued,

@@ -8,18 +8,16 @@ import pytest
 
 from services.protocol.messages import (
     Failed,
-    Generated,
-    Prefilled,
     Requeued,
     RequeueReason,
     Resume,
-    Step,
 )
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
+from .runs import finished, outputs, start
 
 NUM_TOKENS = 60
 ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
@@ -29,19 +27,9 @@ ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
 async def pair(make_pair: MakePair) -> WorkerPair:
     """`r1` runs at the decode worker, and its gateway has some tokens."""
     pair = await make_pair(park_window_s=30.0)
-    pair.prefill.role.submit(pair.session, ASKED)
-    await pair.until(lambda: bool(pair.session.of(Prefilled)))
-    issued = pair.session.of(Prefilled)[0].ticket
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, issued)
-    await pair.until(lambda: len(generated(pair.session)) > 8)
+    await start(pair, ASKED)
+    await pair.until(lambda: len(outputs(pair.session, "r1")) > 7)
     return pair
-
-
-def generated(session: FakeSession) -> list[int]:
-    first = [t for issued in session.of(Prefilled) for t in issued.ticket.sequences[0].token_ids]
-    outputs: list[Generated] = [output for step in session.of(Step) for output in step.outputs]
-    return [*first, *(output.token_ids[0] for output in outputs)]
 
 
 def wanted(num_received: int, **changes: Any) -> Ticket:
@@ -71,9 +59,9 @@ async def goes_on(pair: WorkerPair, session: FakeSession, given: Ticket | None) 
     assert given.sequences[0].block_ids
     pair.decode.role.reserve(session, "r1", 8, 1)
     pair.decode.role.admit(session, replace(given, attempt=8))
-    await pair.until(lambda: any(o.finish_reason for s in session.of(Step) for o in s.outputs))
+    await pair.until(lambda: finished(session, "r1"))
     so_far = list(given.sequences[0].token_ids)
-    rest = [o.token_ids[0] for s in session.of(Step) for o in s.outputs if o.attempt == 8]
+    rest = [o.token_ids[0] for o in outputs(session, "r1") if o.attempt == 8]
     assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
     assert pair.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
     await pair.until_empty()
@@ -161,10 +149,7 @@ async def test_a_requested_entry_displaces_no_other(pair: WorkerPair) -> None:
 
 async def test_a_parked_sequence_is_released_after_the_window(make_pair: MakePair) -> None:
     pair = await make_pair(park_window_s=0.02)
-    pair.prefill.role.submit(pair.session, ASKED)
-    await pair.until(lambda: bool(pair.session.of(Prefilled)))
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, pair.session.of(Prefilled)[0].ticket)
+    await start(pair, ASKED)
     pair.decode.role.close(pair.session)
     await pair.until_empty()
     late = FakeSession()
@@ -187,12 +172,8 @@ async def test_the_seed_is_compared_for_sampled_requests_only(
     drawn = replace(ASKED, sampling=sampling)
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
-    session = FakeSession()
-    pair.prefill.role.submit(session, replace(drawn, holder_id="h-again"))
-    await pair.until(lambda: bool(session.of(Prefilled)))
-    pair.decode.role.reserve(session, "r1", 1, 1)
-    pair.decode.role.admit(session, session.of(Prefilled)[0].ticket)
-    pair.decode.role.close(session)
+    await start(pair, replace(drawn, holder_id="h-again"))
+    pair.decode.role.close(pair.session)
     await pair.until(lambda: bool(pair.decode.role.jobs.detached("h-again")))
     given = await answer(
         pair, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
