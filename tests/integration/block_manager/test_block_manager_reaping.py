@@ -126,19 +126,6 @@ async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: Po
     await assert_laws_hold(host, pool, free=11, cached=0, held=0)
 
 
-async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: PoolHost) -> None:
-    pool = await host.make_pool()
-    worker = await host.start_worker(pool, "prefill-1")
-    await host.start_worker(pool, "decode-1")
-    await host.store.allocate(pool.pool_id, "h", "prefill-1", 1, [], 2)
-    await host.store.detach(pool.pool_id, "h", 1)
-    await host.store.claim(pool.pool_id, "h", 2, "decode-1")
-    async with managed(host):
-        worker.kill()
-        await until(gone(host, pool, "prefill-1"))
-    await assert_laws_hold(host, pool, free=9, cached=0, held=2)
-
-
 async def test_a_worker_that_dies_while_the_store_is_away_is_reaped_when_it_is_back(
     host: PoolHost,
 ) -> None:

@@ -28,18 +28,6 @@ async def test_half_a_pool_whose_maker_died_is_removed(host: PoolHost) -> None:
         await until(lambda: equals(half.exists(), False))
 
 
-async def test_the_pool_of_the_last_worker_that_died_is_removed(host: PoolHost) -> None:
-    pool = await host.make_pool()
-    worker = await host.start_worker(pool)
-
-    async def removed() -> bool:
-        return not pool_directories(host.root) and not await host.store.pool_ids()
-
-    async with managed(host, pool_grace_s=0.1):
-        worker.kill()
-        await until(removed)
-
-
 async def test_a_pool_of_the_store_without_directory_or_members_is_dropped(host: PoolHost) -> None:
     """A pool of another host has no directory here, but members."""
     for name in ("tiny-1", "tiny-2"):
