@@ -87,28 +87,6 @@ def test_an_included_stop_string_is_shown_and_nothing_is_held() -> None:
     assert matcher.push("ND is") == Scanned("ND", "END")
 
 
-def test_worked_example() -> None:
-    matcher = StopMatcher(["END", "Q:"])
-    assert matcher.push("the E") == Scanned("the ")
-    assert matcher.push("N") == Scanned("")
-    assert matcher.push("TRY Q") == Scanned("ENTRY ")
-    assert matcher.push(": why") == Scanned("", "Q:")
-
-
-def test_the_longest_of_those_that_end_together_wins() -> None:
-    """Otherwise the rest of it would be sent."""
-    assert run(["xabc"], ["bc", "abc", "c"]) == ("x", "abc")
-
-
-def test_the_first_that_is_complete_wins() -> None:
-    """Text is not held back for a longer stop string that may never come."""
-    assert run(["ab", "cd"], ["ab", "abcd"]) == ("", "ab")
-
-
-def test_without_stop_strings_nothing_is_held() -> None:
-    assert StopMatcher([]).push("any") == Scanned("any")
-
-
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="a stop string is empty"):
         StopMatcher(["a", ""])

@@ -6,18 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
-from blockstore.registry import Load
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
 from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
 from services.model.structured.structure import StructureKind
-from services.protocol.codec import (
-    load_to_wire,
-    state_from_wire,
-    state_to_wire,
-    ticket_from_wire,
-    ticket_to_wire,
-)
 from services.protocol.command_codec import command_from_wire, command_to_wire
 from services.protocol.event_codec import event_to_wire, events_from_wire
 from services.protocol.fields import (
@@ -39,7 +31,6 @@ from services.protocol.messages import (
     Failed,
     Generated,
     HandOver,
-    LoadReport,
     Pooling,
     PoolingMode,
     Prefilled,
@@ -78,6 +69,11 @@ TICKET = Ticket(
     sequences=(TicketSequence(0, (10,), (11,), 3),),
     adapter=Adapter("name", "path", "digest"),
 )
+SEARCH = replace(
+    TICKET,
+    sampling=replace(SAMPLING, beam=BeamParams(3, 2, 0.5, EarlyStopping.WHEN_FULL)),
+    beams=BeamState((-1.5,), (Hypothesis((16, 17), -2.5, FinishReason.LENGTH),)),
+)
 LOGPROBS = (Logprobs(-0.5, 2, (12, 13), (-0.25, -0.5)),)
 OUTPUT = Generated("r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, 2, 1)
 COMMANDS: list[Command] = [
@@ -86,6 +82,7 @@ COMMANDS: list[Command] = [
     Submit(TICKET),
     Submit(TICKET, pooling=Pooling(PoolingMode.MEAN, 9)),
     Admit(TICKET),
+    Admit(SEARCH),
     Abort("r", 2),
     Abort("r", 2, 0),
     HandOver("r", 2),
@@ -99,6 +96,7 @@ EVENTS: list[WorkerEvent] = [
     Reserved("r", 2, granted=True),
     Failed("r", 2, "code", "message"),
     *(Requeued("r", 2, reason, TICKET.state) for reason in RequeueReason),
+    Requeued("r", 2, RequeueReason.DRAINING, SEARCH.state),
     DrainNotice(3),
     Step((OUTPUT,)),
 ]
@@ -123,25 +121,6 @@ def test_an_event_comes_back_as_it_went(event: WorkerEvent) -> None:
     response = kind.FromString(kind(**event_to_wire(event)).SerializeToString())
     expected = list(event.outputs) if isinstance(event, Step) else [event]
     assert list(events_from_wire(response)) == expected
-
-
-def test_a_load_comes_back_as_it_went() -> None:
-    report = LoadReport(Load(num_running=2), draining=True)
-    (found,) = events_from_wire(DecodeConnectResponse(load=load_to_wire(report)))
-    assert found == report
-
-
-SEARCH = replace(
-    TICKET,
-    sampling=replace(SAMPLING, beam=BeamParams(3, 2, 0.5, EarlyStopping.WHEN_FULL)),
-    beams=BeamState((-1.5,), (Hypothesis((16, 17), -2.5, FinishReason.LENGTH),)),
-)
-
-
-@pytest.mark.parametrize("ticket", [TICKET, SEARCH], ids=["by an adapter", "beam search"])
-def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
-    assert ticket_from_wire(ticket_to_wire(ticket)) == ticket
-    assert state_from_wire(state_to_wire(ticket)) == ticket.state
 
 
 @pytest.mark.parametrize(
