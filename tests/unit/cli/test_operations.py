@@ -4,7 +4,6 @@ import json
 import time
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -199,12 +198,6 @@ def test_a_name_on_two_hosts_is_refused_with_the_addresses(gateway: Any, capsys:
     assert "decode-1-00000001 at 127.0.0.1:4000, decode-1-00000002 at" in capsys.readouterr().err
 
 
-def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
-    gateway.worker_lists = [[worker("decode-1")]]
-    assert main(["drain", "decode-1", "--force"]) == 0
-    assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1", force=True)]
-
-
 def test_drain_waits_until_the_worker_has_left(gateway: Any, capsys: Any) -> None:
     gateway.worker_lists = [[worker("decode-1")]] * 2 + [[worker("decode-2")]]
     assert main(["drain", "decode-1", "--wait", "--json"]) == 0
@@ -279,12 +272,6 @@ def test_scale_does_not_wait_for_a_worker_that_does_not_start(gateway: Any, caps
 def test_an_unscalable_role_is_wrong_usage(capsys: Any, text: str) -> None:
     assert main(["scale", text]) == 2
     assert "is neither decode=N nor prefill=N" in capsys.readouterr().err
-
-
-def test_scaling_where_there_is_no_supervisor_fails_in_words(gateway: Any, capsys: Any) -> None:
-    gateway.refuse(grpc.StatusCode.FAILED_PRECONDITION, "this gateway was not started by ...")
-    assert main(["scale", "decode=2"]) == 1
-    assert capsys.readouterr().err == "quire: this gateway was not started by ...\n"
 
 
 def test_upgrade_prints_each_step_once_and_fails_with_the_reason(gateway: Any, capsys: Any) -> None:

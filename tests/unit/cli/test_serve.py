@@ -183,22 +183,6 @@ def test_cpus_and_threads_exclude_each_other(capsys: Any) -> None:
     assert "--cpus and --threads exclude each other" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("/no/where", "there is no directory /no/where"),
-        ("nowhere", "there is no directory nowhere"),
-        ("org/tiny", "Download it with: hf download org/tiny"),
-    ],
-)
-def test_a_model_that_is_not_there_is_named(
-    capsys: Any, hub_cache: Path, tmp_path: Path, model: str, message: str
-) -> None:
-    assert main(["serve", "--model", model, "--run-root", str(tmp_path / "runs")]) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return use_empty_cache(monkeypatch, tmp_path)
