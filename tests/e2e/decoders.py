@@ -5,9 +5,6 @@ import os
 from collections import Counter
 from pathlib import Path
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
 from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
 from quire.types import Worker
@@ -90,11 +87,3 @@ def listening_ports(pid: int) -> set[int]:
     tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     return {int(row[1].rpartition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
-
-
-async def figures(deployment: Deployment, *names: str) -> list[float]:
-    async with httpx.AsyncClient() as http:
-        text = (await http.get(f"{deployment.http}/metrics")).text
-    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
-    own = {name: [s for s in samples if "job" not in s.labels] for name, samples in found.items()}
-    return [sum(s.value for s in own[f"quire:{n}"] if s.name.endswith("_total")) for n in names]

@@ -23,7 +23,6 @@ from quire import (
     Sampling,
     ServerError,
 )
-from quire.supervisor.errors import ModelNotFound
 from quire.supervisor.options import ServeOptions
 from services.engine.runner import Runner
 from services.offline.batch import BatchRequest, answer_whole
@@ -162,21 +161,6 @@ def test_a_number_of_parameters_that_does_not_fit_is_refused(llm: LLM) -> None:
 def test_a_wrong_setting_is_named(checkpoint: Path, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(QuireError, match=problem):
         LLM(str(checkpoint), **settings)
-
-
-def test_a_draft_model_that_is_not_there_is_named(checkpoint: Path) -> None:
-    speculative = {"model": "/no/where", "num_speculative_tokens": 4}
-    with pytest.raises(ModelNotFound, match="there is no directory /no/where"):
-        LLM(str(checkpoint), speculative_config=speculative)
-
-
-def test_broken_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    for file in checkpoint.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(QuireError, match=r"cannot read .*tokenizer\.json"):
-        LLM(str(tmp_path), pool_memory=str(POOL_MEMORY))
 
 
 def test_a_failed_engine_fails_the_call(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

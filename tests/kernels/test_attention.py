@@ -2,7 +2,6 @@
 reference."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -99,13 +98,6 @@ def test_the_reference_is_softmax_attention_over_the_contiguous_context(
             out[begin : begin + new].double(), expected, rtol=1e-5, atol=1e-6
         )
         begin += new
-
-
-def test_a_row_comes_out_the_same_alone_and_in_a_batch(ops: Backend) -> None:
-    batch = paged_batch(GEOMETRIES[0], ROWS["mixed, with an empty row"], seed=3)
-    together = attend(ops, batch)
-    for row, (begin, end) in enumerate(pairwise(batch.cu_query_lens.tolist())):
-        assert torch.equal(attend(ops, batch.row(row)), together[begin:end])
 
 
 def test_a_window_of_one_is_the_value_of_the_query_s_own_position(ops: Backend) -> None:
