@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Connection:
             headers = {name.lower(): value for name, value in pairs}
             body = await self.reader.readexactly(int(headers.get("content-length", 0)))
             return Answer(int(line.split()[1]), headers, body)
+
+    def reset_on_close(self) -> None:
+        """Closing the socket then resets the connection, as the end of a killed client does."""
+        raw = self.writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def closed(self) -> bytes:
         """All bytes until the server closes."""

@@ -121,23 +121,6 @@ async def test_a_streamed_completion(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_prompts_are_choices(client: openai.AsyncOpenAI, stream: bool) -> None:
-    """One choice for each prompt, by index; the usage is their sum."""
-    if stream:
-        texts = ["", ""]
-        async for part in await client.completions.create(
-            model="org/tiny", prompt=["a", "b"], stream=True
-        ):
-            texts[part.choices[0].index] += part.choices[0].text
-    else:
-        answer = await client.completions.create(model="org/tiny", prompt=["a", "b"])
-        texts = [choice.text for choice in sorted(answer.choices, key=lambda c: c.index)]
-        assert answer.usage is not None
-        assert answer.usage.total_tokens == 20
-    assert texts == ["The block tables"] * 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_several_samples_of_several_prompts_are_numbered_prompt_by_prompt(
     client: openai.AsyncOpenAI, generator: FakeGenerator, stream: bool
 ) -> None:

@@ -11,10 +11,7 @@ from services.gateway.api import ChatMessage, RetainDirective
 from .conftest import HI, FakeGenerator
 
 BREAK = {"type": "ephemeral"}
-ANSWER = {
-    **{"status": "clipped", "asked_tokens": 6, "retained_tokens": 4},
-    "reason": "no room",
-}
+ANSWER = {**{"status": "clipped", "asked_tokens": 6, "retained_tokens": 4}, "reason": "no room"}
 
 
 async def test_a_prompt_is_retained_for_a_day(
@@ -79,11 +76,7 @@ async def test_a_breakpoint_of_another_kind_is_refused(
 
 @pytest.mark.parametrize(
     ("prefix", "prompt"),
-    [
-        ({"prompt": "Hi"}, "Hi"),
-        ({"tokens": [1, 2]}, (1, 2)),
-        (HI, (ChatMessage("user", "Hi"),)),
-    ],
+    [({"prompt": "Hi"}, "Hi"), ({"tokens": [1, 2]}, (1, 2)), (HI, (ChatMessage("user", "Hi"),))],
 )
 async def test_a_prefix_is_retained_by_name(
     http: httpx.AsyncClient, generator: FakeGenerator, prefix: dict[str, Any], prompt: object

@@ -69,15 +69,6 @@ async def test_refusal_for_its_length_names_the_limit_as_the_body_does(
     assert error["message"] == text.format("max_output_tokens")
 
 
-async def test_the_openai_client_raises_its_own_errors(
-    client: openai.AsyncOpenAI, generator: FakeGenerator
-) -> None:
-    generator.error = errors.QueueFull("the queue is full", 1.2)
-    with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
-        await client.completions.create(model="org/tiny", prompt="Hi")
-    assert caught.value.code == "queue_full"
-
-
 async def test_an_error_after_the_first_token_ends_the_stream(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
@@ -169,11 +160,6 @@ async def test_encodings_that_cannot_be_read_are_refused(
     )
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
-
-
-async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/completions", json={"prompt": "Hi", "suffix": "x"})
-    assert answer.json()["error"]["param"] == "suffix"
 
 
 async def test_a_body_of_20_mb_is_too_large(

@@ -3,15 +3,13 @@ refused."""
 
 import asyncio
 import random
-import socket
-import struct
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from .conftest import FakeGenerator
-from .raw import HEALTH, Connection, connected, post
+from .raw import HEALTH, connected, post
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -101,20 +99,8 @@ async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
         *(b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"),
     ]
     mistakes = [
-        b"\r\n",
-        b"\n",
-        b"\0",
-        b" ",
-        b":",
-        b"\xff",
-        b"A" * 5000,
-        b"Host: y\r\n",
-        b"ffff\r\n",
-    ]
-    mistakes += [
-        b"Content-Length: 5\r\n",
-        b"Transfer-Encoding: chunked\r\n",
-        b"Connection: close\r\n",
+        *(b"\r\n", b"\n", b"\0", b" ", b":", b"\xff", b"A" * 5000, b"Host: y\r\n", b"ffff\r\n"),
+        *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Connection: close\r\n"),
     ]
     with capture_logs() as logs:
         for _ in range(300):
@@ -128,7 +114,7 @@ async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
                 await asyncio.sleep(0)
                 connection.send(sent[middle:])
                 if chance.random() < 0.5:
-                    reset_on_close(connection)
+                    connection.reset_on_close()
                 await asyncio.sleep(0)
         async with connected(port) as connection:
             connection.send(HEALTH)
@@ -141,9 +127,3 @@ def caught_by_loop() -> list[dict[str, Any]]:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     return problems
-
-
-def reset_on_close(connection: Connection) -> None:
-    """Closing the socket resets the connection."""
-    raw = connection.writer.get_extra_info("socket")
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,8 +1,6 @@
 """HTTP clients disconnect, and the server stops: nothing is computed without a reader."""
 
 import asyncio
-import json
-import socket
 from typing import Any
 
 import httpx
@@ -13,6 +11,7 @@ from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 
 from .conftest import HI, FakeGenerator, soon
+from .raw import connected, post
 
 
 @pytest.mark.parametrize("pause_at", [0, 2])
@@ -49,22 +48,15 @@ async def test_leaving_an_answer_closes_the_generator(
         await generator.closed.wait()
 
 
-async def test_a_reset_connection_closes_the_generator(url: str, generator: FakeGenerator) -> None:
+async def test_a_reset_connection_closes_the_generator(port: int, generator: FakeGenerator) -> None:
     """A killed client's connection ends with a reset."""
     generator.pause_at = 1
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps({"prompt": "Hi", "stream": True}).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(body), body)
-    )
     async with soon():
-        await reader.readuntil(b"data: ")
-        await generator.paused.wait()
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        writer.transport.abort()
+        async with connected(port) as connection:
+            connection.send(post(b'{"prompt": "Hi", "stream": true}'))
+            await connection.reader.readuntil(b"data: ")
+            await generator.paused.wait()
+            connection.reset_on_close()
         await generator.closed.wait()
 
 

@@ -2,25 +2,21 @@
 reads them."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from prometheus_client import CollectorRegistry
 
 from quire.types import Candidate
-from services.gateway.api import GenerationRequest, ServedModel
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
+from services.gateway.api import GenerationRequest
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
 from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator
 
-LIMIT_S = 10
 EURO = "€".encode()
 
 
@@ -76,37 +72,10 @@ class Generator(FakeGenerator):
                 prompt if position == 0 else None,
             )
 
-    def models(self) -> tuple[ServedModel, ...]:
-        return (ServedModel("org/tiny", 512, 16, "float32"),)
-
-    def ready(self) -> bool:
-        return True
-
 
 @pytest.fixture
 def generator() -> Generator:
     return Generator()
-
-
-@pytest.fixture
-async def http(generator: Generator) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(generator, CollectorRegistry())
-    async with (
-        http_server(app, "127.0.0.1", 0, grace_s=1) as port,
-        httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, trust_env=False
-        ) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = openai.DefaultAsyncHttpxClient(timeout=LIMIT_S, trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=transport
-    ) as client:
-        yield client
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
