@@ -54,15 +54,6 @@ class Outcome:
         assert torch.equal(self.kv, other.kv)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    @cache
-    def make(name: str) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp(name), SPECS[name])
-
-    return make
-
-
 class Sequence:
     """The sequence that is computed again and again."""
 
@@ -100,13 +91,22 @@ def outcome(recording: RecordingRunner, trial: Trial) -> Outcome:
     return Outcome(trial.new_tokens, torch.stack(trial.logits), kv)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @cache
+    def make(name: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(name), SPECS[name])
+
+    return make
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-@pytest.fixture(params=SPECS)
+@pytest.fixture(scope="module", params=SPECS)
 def sequence(checkpoints: Make, kind: str, request: pytest.FixtureRequest) -> Sequence:
     return Sequence(checkpoints(request.param), kind)
 

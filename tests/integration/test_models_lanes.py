@@ -18,6 +18,7 @@ from bench.make_checkpoint import make_checkpoint
 from kvops.native import Lane, NativeCpu, wake
 from services.engine.batch import Row
 from tests.draws import batch_of
+from tests.examples import examples
 
 from .models_oracle import GREEDY, RecordingRunner, random_prompt
 
@@ -133,21 +134,21 @@ def test_lanes_that_are_lent_and_taken_back_compute_the_same(
     lent = [Lane(owners=tuple({i % NUM_OWNERS, i * 3 % NUM_OWNERS})) for i in range(num_lent)]
     changing.assign([Lane(), *lent])
     with flipping(changing.board):
-        for _ in range(NUM_STEPS):
+        for _ in range(examples(NUM_STEPS)):
             changing.check()
 
 
 def test_own_and_lent_lanes_together_compute_the_same(changing: ChangingLanes) -> None:
     changing.assign([Lane(), Lane(), Lane(owners=(0,)), Lane(owners=(1, 2))])
     with flipping(changing.board):
-        for _ in range(NUM_STEPS):
+        for _ in range(examples(NUM_STEPS)):
             changing.check()
 
 
 def test_lanes_that_change_between_steps_compute_the_same(changing: ChangingLanes) -> None:
     draw = random.Random(1)
     with flipping(changing.board):
-        for _ in range(NUM_STEPS):
+        for _ in range(examples(NUM_STEPS)):
             own = [Lane() for _ in range(draw.randint(1, 2))]
             lent = [Lane(owners=(draw.randrange(NUM_OWNERS),)) for _ in range(draw.randrange(4))]
             changing.assign([*own, *lent])
