@@ -13,6 +13,16 @@ import pytest
 
 from quire import LLM, Completion, Sampling, StructuredOutput
 
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+TREE = {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """The schema of an object with these properties and no others, all required."""
+    names = {"properties": properties, "required": [*properties]}
+    return {"type": "object", **names, "additionalProperties": False}
+
+
 SCHEMAS: list[Any] = [
     {"type": "integer"},
     {"type": "integer", "minimum": -7, "exclusiveMaximum": 1200},
@@ -34,85 +44,33 @@ SCHEMAS: list[Any] = [
     {"enum": ["a", 'quote " and \\', "ünï", 1, 2.5, None, [1, {"x": "y"}]]},
     {"const": {"deep": [1, "two", {"three": None}]}},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 6},
-    {
-        "type": "array",
-        "prefixItems": [{"type": "integer"}, {"type": "string", "maxLength": 4}],
-        "items": {"type": "null"},
-        "maxItems": 5,
-    },
+    {"prefixItems": [{"type": "integer"}, {"type": "string", "maxLength": 4}]}
+    | {"type": "array", "items": {"type": "null"}, "maxItems": 5},
     {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 1},
     {"anyOf": [{"type": "integer", "maximum": 9}, {"type": "string", "maxLength": 3}]},
     {"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 12}]},
     {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 10},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
-    {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": 0}},
-        "additionalProperties": False,
-    },
-    {
-        "type": "object",
-        "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["id"],
-        "additionalProperties": {"type": "boolean"},
-        "maxProperties": 3,
-    },
-    {
-        "type": "object",
-        "patternProperties": {"^k[0-9]$": {"type": "boolean"}},
-        "additionalProperties": False,
-        "maxProperties": 3,
-    },
-    {
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {
-                    "value": {"type": "integer", "minimum": 0, "maximum": 9},
-                    "left": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]},
-                    "right": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]},
-                },
-                "required": ["value", "left", "right"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/tree",
-    },
-    {
-        "type": "object",
-        "properties": {
-            "call": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {
-                            "name": {"const": name},
-                            "arguments": {
-                                "type": "object",
-                                "properties": {field: {"type": "string", "maxLength": 8}},
-                                "required": [field],
-                                "additionalProperties": False,
-                            },
-                        },
-                        "required": ["name", "arguments"],
-                        "additionalProperties": False,
-                    }
-                    for name, field in (("weather", "city"), ("stock", "symbol"))
-                ]
-            }
-        },
-        "required": ["call"],
-        "additionalProperties": False,
-    },
+    _object(
+        name={"type": "string", "maxLength": 10},
+        age={"type": "integer", "minimum": 0, "maximum": 150},
+        tags={"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+    )
+    | {"required": ["name", "age"]},
+    _object(a={"type": "boolean"}, b={"type": "null"}, c={"const": 0}) | {"required": []},
+    _object(id=DIGIT) | {"additionalProperties": {"type": "boolean"}, "maxProperties": 3},
+    _object() | {"patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "maxProperties": 3},
+    {"$defs": {"tree": _object(value=DIGIT, left=TREE, right=TREE)}, "$ref": "#/$defs/tree"},
+    _object(
+        call={
+            "anyOf": [
+                _object(
+                    name={"const": name},
+                    arguments=_object(**{field: {"type": "string", "maxLength": 8}}),
+                )
+                for name, field in (("weather", "city"), ("stock", "symbol"))
+            ]
+        }
+    ),
 ]
 REGEXES = [r"[a-c]{2,5}-\d+x", r"(\d{1,3}\.){3}\d{1,3}", r"(yes|no)(, (yes|no)){0,4}\.", r"é+ü{3}"]
 NUM_SEQUENCES = 5

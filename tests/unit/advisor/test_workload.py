@@ -8,6 +8,8 @@ import pytest
 
 from advisor.workload import RecordedRequest, WorkloadError, read_workload
 
+GOOD = {"num_prompt_tokens": 1, "num_generated_tokens": 1}
+
 
 def written(tmp_path: Path, *lines: object) -> Path:
     """Writes objects as JSON, and texts unchanged."""
@@ -80,43 +82,14 @@ def test_a_gateways_log_is_a_workload(tmp_path: Path) -> None:
         ("[" * 100_000, "line 2: not JSON"),
         ("[1]", "line 2: not a JSON object"),
         ({"num_prompt_tokens": 1}, "num_generated_tokens: Field required"),
-        (
-            {"num_prompt_tokens": "8", "num_generated_tokens": 1},
-            "num_prompt_tokens: Input should be a valid integer",
-        ),
-        (
-            {"num_prompt_tokens": True, "num_generated_tokens": 1},
-            "num_prompt_tokens: Input should be a valid integer",
-        ),
-        (
-            {"num_prompt_tokens": 10**9, "num_generated_tokens": 1},
-            "num_prompt_tokens: Input should be less than or equal to 16777216",
-        ),
-        (
-            {"num_prompt_tokens": 0, "num_generated_tokens": 1},
-            "num_prompt_tokens: Input should be greater than or equal to 1",
-        ),
-        (
-            '{"num_prompt_tokens": 1, "num_generated_tokens": 1, "arrival_s": NaN}',
-            "arrival_s: Input should be",
-        ),
-        (
-            {"num_prompt_tokens": 1, "num_generated_tokens": 1, "num_shared_token": 1},
-            "'num_shared_token' is not a field of a request",
-        ),
-        (
-            {"num_prompt_tokens": 1, "num_generated_tokens": 1, "num_shared_tokens": 1},
-            "num_shared_tokens without a prefix",
-        ),
-        (
-            {
-                "num_prompt_tokens": 1,
-                "num_generated_tokens": 1,
-                "prefix": "a",
-                "num_shared_tokens": 2,
-            },
-            "num_shared_tokens is more than the prompt's tokens",
-        ),
+        (GOOD | {"num_prompt_tokens": "8"}, "Input should be a valid integer"),
+        (GOOD | {"num_prompt_tokens": True}, "num_prompt_tokens: Input should be a valid integer"),
+        (GOOD | {"num_prompt_tokens": 10**9}, "Input should be less than or equal to 16777216"),
+        (GOOD | {"num_prompt_tokens": 0}, "Input should be greater than or equal to 1"),
+        (json.dumps(GOOD | {"arrival_s": float("nan")}), "arrival_s: Input should be"),
+        (GOOD | {"num_shared_token": 1}, "'num_shared_token' is not a field of a request"),
+        (GOOD | {"num_shared_tokens": 1}, "num_shared_tokens without a prefix"),
+        (GOOD | {"prefix": "a", "num_shared_tokens": 2}, "is more than the prompt's tokens"),
         (ended(duration_ms="long"), "line 2: duration_ms: Input should be a valid number"),
         (ended(timestamp="yesterday"), "line 2: timestamp: Input should be a valid datetime"),
         (json.dumps(ended())[:-9], "line 2: not JSON"),
@@ -125,8 +98,7 @@ def test_a_gateways_log_is_a_workload(tmp_path: Path) -> None:
 def test_a_garbled_line_is_named_with_what_is_wrong(
     tmp_path: Path, line: object, problem: str
 ) -> None:
-    good = {"num_prompt_tokens": 1, "num_generated_tokens": 1}
-    path = written(tmp_path, good, line)
+    path = written(tmp_path, GOOD, line)
     with pytest.raises(WorkloadError) as raised:
         read_workload(path)
     assert str(raised.value).startswith(f"{path}, line 2: ")
