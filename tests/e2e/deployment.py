@@ -47,10 +47,7 @@ class Deployment:
         """Pids of its processes whose command line matches `module`, such as --role=decode or
         valkey."""
         listing = subprocess.run(
-            ["ps", "-ww", "-eo", "pid=,ppid=,args="],
-            capture_output=True,
-            text=True,
-            check=True,
+            ["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
         ).stdout
         rows = [line.split(None, 2) for line in listing.splitlines()]
         parents = {int(pid): int(parent) for pid, parent, _ in rows}

@@ -156,8 +156,7 @@ async def test_a_wire_that_is_cut_one_way_while_blocks_land(
 
 
 @pytest.mark.parametrize(
-    "step",
-    [pytest.param(s, marks=[] if s == SAMPLE else pytest.mark.full) for s in STEPS],
+    "step", [pytest.param(s, marks=[] if s == SAMPLE else pytest.mark.full) for s in STEPS]
 )
 @pytest.mark.parametrize(
     "whose", ["own", pytest.param("source's", marks=pytest.mark.full)], ids=["own", "source"]

@@ -151,11 +151,7 @@ def test_one_addresss_flood_of_requests_is_refused_and_not_anothers(proxy: Proxy
     def models(http: httpx.Client) -> httpx.Response:
         return http.get("/v1/models")
 
-    with (
-        proxy.http() as http,
-        proxy.http("127.0.0.2") as another,
-        ThreadPoolExecutor(32) as pool,
-    ):
+    with proxy.http() as http, proxy.http("127.0.0.2") as another, ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(models, [http] * NUM_CALLS))
         assert another.get("/v1/models").status_code == 200
     refused = [answer for answer in answers if answer.status_code != 200]

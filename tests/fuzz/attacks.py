@@ -42,8 +42,7 @@ async def idle(port: int, number: int, seconds: float) -> None:
     writers = []
     for _ in range(0, number, 500):
         opened = await asyncio.gather(
-            *(_connect(port) for _ in range(min(500, number))),
-            return_exceptions=True,
+            *(_connect(port) for _ in range(min(500, number))), return_exceptions=True
         )
         writers += [each[1] for each in opened if not isinstance(each, BaseException)]
     await asyncio.sleep(seconds)

@@ -126,9 +126,7 @@ class Gateway:
         self._decodes[-1].send(hello=HELLO)
         self._decodes[-1].send(
             resume=decode_pb2.Resume(
-                request_id=self._asked.request_id,
-                attempt=self._attempt,
-                digest=self._asked.digest,
+                request_id=self._asked.request_id, attempt=self._attempt, digest=self._asked.digest
             )
         )
 

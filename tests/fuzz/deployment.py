@@ -21,11 +21,7 @@ from quire.supervisor.roles import Roles
 from quire.supervisor.service import SupervisorService
 from quire.supervisor.upgrade import Upgrader
 from quire.supervisor.worker_scaler import WorkerScaler
-from quire.v1 import (
-    block_manager_pb2_grpc,
-    inference_pb2_grpc,
-    supervisor_pb2_grpc,
-)
+from quire.v1 import block_manager_pb2_grpc, inference_pb2_grpc, supervisor_pb2_grpc
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner

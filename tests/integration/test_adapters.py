@@ -303,10 +303,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"rank_pattern": {"(": 2}}, r"rank_pattern \{'\(': 2\}: missing \)"),
         ({"rank_pattern": {"([a-z_.]+)+!": 2}}, "could take for ever to match"),
         ({"rank_pattern": {".*.*.*.*!": 2}}, "could take for ever to match"),
-        (
-            {"alpha_pattern": {f"a{i}": 1 for i in range(999)}},
-            "has 999 keys, at most 256",
-        ),
+        ({"alpha_pattern": {f"a{i}": 1 for i in range(999)}}, "has 999 keys, at most 256"),
         ({"rank_pattern": [2]}, r"rank_pattern \[2\]: "),
         ({"alpha_pattern": {"v_proj": "x"}}, "v_proj has rank 8; r is 8, lora_alpha 'x'"),
         ({"lora_alpha": float("nan")}, "r is 8, lora_alpha nan"),

@@ -48,9 +48,7 @@ def test_a_workload_gets_an_answer(workload: Path) -> None:
 
 @pytest.mark.parametrize(
     ("args", "problem"),
-    [
-        (["--pool-memory", "64KiB"], "a request of 52 tokens never fits a pool of 0 blocks of 8"),
-    ],
+    [(["--pool-memory", "64KiB"], "a request of 52 tokens never fits a pool of 0 blocks of 8")],
 )
 def test_an_impossible_question_is_answered_in_one_line(
     workload: Path, args: list[str], problem: str

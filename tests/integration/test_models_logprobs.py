@@ -46,10 +46,7 @@ def make_recording(directory: Path, kind: str = "float32", num_threads: int = 1)
 
 
 def rows_of(
-    recording: RecordingRunner,
-    prompt: tuple[int, ...],
-    chunk: int,
-    sampling: SamplingParams,
+    recording: RecordingRunner, prompt: tuple[int, ...], chunk: int, sampling: SamplingParams
 ) -> list[Row]:
     """All chunks of a prompt whose logprobs are requested; the last one draws."""
     blocks = [recording.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]

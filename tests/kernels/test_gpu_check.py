@@ -57,8 +57,7 @@ def missing_on_a_bare_machine() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "group",
-    [pytest.param(g, marks=[] if g in QUICK else pytest.mark.full) for g in program.GROUPS],
+    "group", [pytest.param(g, marks=[] if g in QUICK else pytest.mark.full) for g in program.GROUPS]
 )
 def test_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path, group: str) -> None:
     """The checks run in Triton's interpreter, without any other package and without the compiled

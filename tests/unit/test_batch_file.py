@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.offline.batch import (
-    BatchError,
-    BatchRequest,
-    answered_ids,
-    read_requests,
-    run_batch,
-)
+from services.offline.batch import BatchError, BatchRequest, answered_ids, read_requests, run_batch
 
 GOOD: dict[str, Any] = {
     "custom_id": "a",

@@ -225,10 +225,7 @@ def test_methods_that_no_chat_needs_are_unsafe(made: str) -> None:
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        "{% for b in range(99999) %}{% endfor %}",
-        "{% for b in range(99999) if b < 0 %}{% endfor %}",
-    ],
+    ["{% for b in range(99999) %}{% endfor %}", "{% for b in range(99999) if b < 0 %}{% endfor %}"],
 )
 def test_a_template_cannot_run_without_end(loop: str) -> None:
     source = "{% for a in range(99999) %}" + loop + "{% endfor %}"

@@ -10,9 +10,7 @@ from tokenizers import decoders, models
 from services.model.checkpoint.reading import read_model_config
 from services.model.config.families import FAMILIES
 from services.model.config.model_config import GenerationDefaults, ModelConfig
-from services.model.config.rope_config import (
-    RopeConfig,
-)
+from services.model.config.rope_config import RopeConfig
 from services.runtime.errors import StartupError
 
 from .config_files import LLAMA3, LONGROPE, QWEN3, read, write

@@ -7,12 +7,7 @@ import pytest
 
 from quire.sizes import parse_size
 from services.pool.memory import available_bytes
-from services.pool.sizing import (
-    MemoryPlan,
-    check_capacity,
-    format_size,
-    num_blocks_for,
-)
+from services.pool.sizing import MemoryPlan, check_capacity, format_size, num_blocks_for
 from services.runtime.errors import StartupError
 
 GIB = 1 << 30

@@ -96,10 +96,7 @@ def test_original_context_beside_the_rope_has_precedence(tmp_path: Path) -> None
             | {"original_max_position_embeddings": 32768},
             131072,
         ),
-        (
-            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}},
-            40960,
-        ),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}}, 40960),
         (
             {"max_position_embeddings": 131072}
             | {"rope_parameters": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000}}

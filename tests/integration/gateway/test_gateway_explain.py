@@ -99,9 +99,7 @@ def explained(harness: GatewayHarness, name: str) -> str:
     return "\n".join(harness.gateway.explain(name, LOCAL_OPERATOR))
 
 
-async def test_waits_for_slots_and_moves_are_explained_with_their_causes(
-    make_harness: Any,
-) -> None:
+async def test_waits_for_slots_and_moves_are_explained_with_their_causes(make_harness: Any) -> None:
     leaving, other = FakeDecode("leaving", num_slots=1), FakeDecode("other")
     harness = await make_harness(FakePrefill(), leaving)
     (moves,) = await running_at(harness, leaving, "r1")

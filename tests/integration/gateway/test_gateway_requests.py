@@ -10,12 +10,7 @@ import pytest
 
 from quire.types import Beam
 from quire.v1 import prefill_pb2
-from services.gateway.api import (
-    ChatMessage,
-    EmbeddingRequest,
-    GenerationRequest,
-    RequestedSampling,
-)
+from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest, RequestedSampling
 from services.gateway.chat import admission
 from services.gateway.chat.admission import resolve_max_tokens
 from services.gateway.output import output

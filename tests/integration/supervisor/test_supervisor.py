@@ -17,12 +17,7 @@ import grpc
 import pytest
 
 from quire.supervisor.run_directory import free_port
-from quire.v1.supervisor_pb2 import (
-    ScaleRequest,
-    ScaleResponse,
-    UpgradeRequest,
-    UpgradeResponse,
-)
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeRequest, UpgradeResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
 from tests.waiting import wait_until
 

@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.advice import (
-    BLOCK_SIZES,
-    SizeCosts,
-    advise,
-    prefix_costs,
-    shared_tokens,
-    size_costs,
-)
+from advisor.advice import BLOCK_SIZES, SizeCosts, advise, prefix_costs, shared_tokens, size_costs
 from advisor.workload import RecordedRequest
 
 EVEN = dict.fromkeys(BLOCK_SIZES, 100.0)
@@ -79,10 +72,7 @@ def test_long_contexts_want_what_attention_is_fast_with() -> None:
 
 def test_parts_equal_hand_computed_values() -> None:
     """Attention is 40 % of a step and takes a quarter longer; the store takes 10 of 100 us."""
-    found = [
-        costs(16),
-        costs(32, utilization=0.9, prefix_efficiency=0.8, store_us_per_token=10.0),
-    ]
+    found = [costs(16), costs(32, utilization=0.9, prefix_efficiency=0.8, store_us_per_token=10.0)]
     advice = advise(found, {16: 100.0, 32: 125.0}, attention_share=0.4, token_us=90.0)
     shares = advice.shares[32]
     assert (shares["memory"], shares["prefix"], shares["store"]) == (0.9, 0.8, 0.9)
@@ -97,11 +87,7 @@ def test_parts_equal_hand_computed_values() -> None:
 
 
 def test_equal_timings_choose_the_smaller() -> None:
-    found = [
-        costs(16),
-        costs(32),
-        costs(64, utilization=0.9),
-    ]
+    found = [costs(16), costs(32), costs(64, utilization=0.9)]
     times = {16: 100.5, 32: 100.0, 64: 100.0}
     advice = advise(found, times, attention_share=1.0, token_us=1.0)
     assert advice.block_size == 16

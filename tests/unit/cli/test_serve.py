@@ -94,14 +94,8 @@ PART = ("--decode", "0", *STORE, "--service-host", "10.0.0.1")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--prefill", "0", "--decode", "0"],
-            "has neither prefill nor decode",
-        ),
-        (
-            ["--set", "SmolLM2-135M-Instruct.prefill=0"],
-            "no prefill workers on this host",
-        ),
+        (["--prefill", "0", "--decode", "0"], "has neither prefill nor decode"),
+        (["--set", "SmolLM2-135M-Instruct.prefill=0"], "no prefill workers on this host"),
         (["--decode", "0", *STORE], "no decode workers on this host, so it needs --service-host"),
         ([*PART, "--device", "cuda:0"], "it needs a mover: add --mover"),
         ([*PART, "--no-mover"], "it needs a mover: leave out --no-mover"),

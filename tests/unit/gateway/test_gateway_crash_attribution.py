@@ -128,8 +128,7 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
         walk.on_event(
             walk.decode,
             generated(
-                walk,
-                next_token([*PROMPT, *expected(walk.request.num_tokens - len(PROMPT))]),
+                walk, next_token([*PROMPT, *expected(walk.request.num_tokens - len(PROMPT))])
             ),
         )
         walk.on_lost(walk.decode, died=True)

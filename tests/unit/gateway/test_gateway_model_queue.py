@@ -136,9 +136,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
         st.tuples(st.sampled_from("abc"), st.sampled_from((-1, 0)), st.booleans()), max_size=30
     )
 )
-def test_a_queue_empties_whatever_is_in_it(
-    requests: list[tuple[str, int, bool]],
-) -> None:
+def test_a_queue_empties_whatever_is_in_it(requests: list[tuple[str, int, bool]]) -> None:
     """Each request is first once, those of one client and class in the order of their arrival."""
     waiting = [
         QueuedRequest(priority, arrival, client, has_run)

@@ -20,13 +20,7 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.records import Record, Records, record_of, refused
 from services.gateway.request.timeline import Timeline
-from services.protocol.messages import (
-    AwaitsBlocks,
-    Began,
-    Requeued,
-    RequeueReason,
-    Reserved,
-)
+from services.protocol.messages import AwaitsBlocks, Began, Requeued, RequeueReason, Reserved
 
 from .test_gateway_migration import handed_over, moving
 from .test_gateway_story import PLACED, WAITED, record

@@ -85,13 +85,7 @@ def test_a_fault_has_its_path(find: Find, kind: str, form: Any, path: str) -> No
         ("json", PROPERTIES),
         (
             "structural_tag",
-            {
-                "format": {
-                    "type": "triggered_tags",
-                    "triggers": ["<f>"],
-                    "tags": [tag(PROPERTIES)],
-                }
-            },
+            {"format": {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag(PROPERTIES)]}},
         ),
     ],
 )
@@ -119,10 +113,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "many properties at most": ("json", {"type": "object", "maxProperties": 1_000_000}),
     "a deep schema": ("json", nested(500, '{"properties":{"a":', "}}")),
     "deep alternatives": ("json", nested(200, '{"anyOf":[', "]}")),
-    "a deep tag": (
-        "structural_tag",
-        nested(300, '{"format":{"type":"optional","content":', "}}"),
-    ),
+    "a deep tag": ("structural_tag", nested(300, '{"format":{"type":"optional","content":', "}}")),
     "no JSON": ("structural_tag", "[" * 100_000),
     "a reference to itself": ("json", {"$ref": "#"}),
     "references in a ring": (

@@ -51,11 +51,7 @@ OBJECT = json.dumps(
     ],
 )
 def test_a_text_ends_only_where_it_has_the_form(
-    forms: Forms,
-    kind: str,
-    form: str,
-    good: list[str],
-    bad: list[str],
+    forms: Forms, kind: str, form: str, good: list[str], bad: list[str]
 ) -> None:
     assert [text for text in good if not forms.accepts(kind, form, text)] == []
     assert [text for text in bad if forms.accepts(kind, form, text)] == []

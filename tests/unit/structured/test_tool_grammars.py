@@ -85,10 +85,7 @@ def test_whatever_a_model_draws_is_a_call_with_valid_arguments(
     ],
 )
 def test_reasoning_may_stand_before_a_forced_call(
-    forms: Forms,
-    fields: dict[str, Any],
-    good: list[str],
-    bad: list[str],
+    forms: Forms, fields: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     tools = RequestedTools(TOOLS, ToolChoice.REQUIRED)
     parsing = Parsing(MessageFormat(CallFormat.HERMES, THINK), tools.names, **fields)

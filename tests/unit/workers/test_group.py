@@ -9,13 +9,7 @@ import pytest
 from blockstore.records import PoolSpec
 from services.engine.batch import Draw
 from services.engine.engine import Engine
-from services.engine.messages import (
-    AbortSequence,
-    Admit,
-    Command,
-    Remove,
-    StepOutcome,
-)
+from services.engine.messages import AbortSequence, Admit, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.results import Advance

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.protocol.messages import (
-    Failed,
-    Requeued,
-    RequeueReason,
-    Resume,
-)
+from services.protocol.messages import Failed, Requeued, RequeueReason, Resume
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.runtime.errors import InvalidRequest
 
