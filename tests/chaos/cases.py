@@ -10,7 +10,7 @@ from quire.messages import Request
 from quire.types import Beam, Delta, FinishReason, Prompt, Sampling, TokenLogprobs
 from tests.chaos.limits import UNDISTURBED_S
 
-_SHARED_PREFIX = "The following is a long story about a small town by the sea. " * 6
+SHARED_PREFIX = "The following is a long story about a small town by the sea. " * 6
 _TOPICS = ("the harbour", "a storm", "two sisters", "the lighthouse", "an old dog", "the winter")
 _NUM_PER_KIND = 2
 _LONG = 3000
@@ -74,7 +74,7 @@ def cases_of(seed: int) -> list[Case]:
         for kind, sampling in _samplings(chance).items():
             topic = f"{chance.choice(_TOPICS)}, number {chance.randrange(1000)}: "
             alone = topic * chance.randrange(1, 8)
-            made.append(Case(kind, alone if number else _SHARED_PREFIX + topic, sampling))
+            made.append(Case(kind, alone if number else SHARED_PREFIX + topic, sampling))
     for kind, sampling in list(_samplings(chance).items())[:2]:
         made.append(Case(f"long {kind}", alone, replace(sampling, max_tokens=_LONG)))
     return made

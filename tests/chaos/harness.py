@@ -7,12 +7,14 @@ may be held.
 import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
+
 from quire.async_client import AsyncClient
-from tests.chaos.cases import cases_of, with_outputs
+from tests.chaos.cases import SHARED_PREFIX, cases_of, with_outputs
 from tests.chaos.limits import LAST_STREAMS_S
 from tests.chaos.load import User
 from tests.chaos.model import chaos_model
@@ -30,6 +32,9 @@ MEMORY = ("--pool-memory", "16MiB", "--swap-memory", "8MiB")
 
 FAULTS_BETWEEN_PAUSES = 40
 """How many faults there are between two pauses of the load."""
+
+RETAIN_LIMIT_S = 5.0
+"""How long a fault waits for a prefix to be computed and retained."""
 
 MAX_UNAUDITED = 4
 """How many faults may wait for an audit that begins after them."""
@@ -49,18 +54,36 @@ class System(Protocol):
 class OneHost:
     """A `quire serve` and its Redis."""
 
-    def __init__(self, processes: Processes, redis: RedisServer, operator: Operator) -> None:
+    def __init__(
+        self, processes: Processes, redis: RedisServer, operator: Operator, http: str
+    ) -> None:
+        self._http = http
         self._processes = processes
         self._redis = redis
         self._operator = operator
 
     async def inject(self, fault: Fault) -> str:
+        if fault.verb == "retain":
+            return await self._retain(fault)
         if fault.role != "redis":
             return await self._processes.inject(fault)
         # One loss after another: the workers have told Redis again what it lost last time.
         await self._redis.until_running()
         await self._operator.until_audited(0)
         return await self._redis.inject(fault)
+
+    async def _retain(self, fault: Fault) -> str:
+        """Compute and retain a prefix under one of four names, for ten times the fault's length.
+        Together they have more blocks than the pool retains."""
+        number = 1 + int(4 * fault.which)
+        body = {"name": f"p{number}", "ttl": round(10 * fault.length_s)}
+        body["prompt"] = f"{number} {SHARED_PREFIX * 2 * number}"
+        with suppress(httpx.TransportError):  # its gateway dies, or it takes too long
+            async with httpx.AsyncClient(timeout=RETAIN_LIMIT_S, trust_env=False) as client:
+                answer = await client.post(f"{self._http}/v1/cache", json=body)
+            assert answer.status_code in (200, 503), answer.text
+            return f"p{number}: {answer.json().get('status', answer.text)}"
+        return f"p{number}: no answer"
 
     async def until_recovered(self) -> None:
         await self._redis.until_running()
@@ -158,7 +181,7 @@ async def run_chaos(
         processes = stack.enter_context(
             closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
         )
-        system = OneHost(processes, redis, operator)
+        system = OneHost(processes, redis, operator, deployment.http)
         faults = schedule(seed, kinds)
         await inject_faults(
             *(report, deployment.address, operator, system, faults, duration_s), num_cases

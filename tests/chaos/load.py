@@ -26,6 +26,7 @@ class Behaviour:
 
     `cancel_after`, in tokens, and `cancel_at_s`: when it cancels; None: never. `stall_at`: the
     token after which it reads nothing for `stall_s`. `salted`: the request has its own cache salt.
+    `explains`: it asks for figures, and for the story of the request while it runs.
     """
 
     deadline_s: float | None = None
@@ -34,6 +35,7 @@ class Behaviour:
     stall_at: int | None = None
     stall_s: float = 0.0
     salted: bool = False
+    explains: bool = False
 
     @classmethod
     def draw(cls, chance: random.Random, case: Case, slow: bool) -> "Behaviour":
@@ -52,7 +54,7 @@ class Behaviour:
             return cls(stall_at=part, stall_s=3 * seconds, salted=salted)
         if choice < 0.40:
             return cls(deadline_s=0.1 + 4 * seconds, salted=salted)
-        return cls(salted=salted)
+        return cls(salted=salted, explains=choice < 0.60)
 
 
 class User:
@@ -93,11 +95,17 @@ class User:
     async def _send(self, case: Case, behaviour: Behaviour, tally: Tally) -> str:
         """Send a request; returns how it ended."""
         salt = secrets.token_hex(8) if behaviour.salted else ""
-        request = Request(case.prompt, case.sampling, cache_salt=salt)
+        name = secrets.token_hex(8) if behaviour.explains else ""
+        request = Request(
+            *(case.prompt, case.sampling),
+            request_id=name,
+            cache_salt=salt,
+            include_metrics=behaviour.explains,
+        )
         stream, received = self._client.send(request, behaviour.deadline_s), ReceivedStream(case)
         try:
             async with asyncio.timeout(behaviour.cancel_at_s) as cancelling, aclosing(stream):
-                return await self._read(stream, behaviour, received, tally)
+                return await self._read(stream, behaviour, received, tally, name)
         except TimeoutError:
             if cancelling.expired():
                 return "cancelled"
@@ -109,10 +117,14 @@ class User:
         behaviour: Behaviour,
         received: ReceivedStream,
         tally: Tally,
+        name: str,
     ) -> str:
         stalled = False
         while delta := await asyncio.wait_for(anext(stream, None), SILENCE_S):
             received.add(delta)
+            if behaviour.explains and received.num_messages == 1:
+                with suppress(QuireError):  # its gateway has died
+                    tally.num_explained += bool(await self._client.explain(name))
             if behaviour.cancel_after is not None and received.num_tokens > behaviour.cancel_after:
                 return "cancelled"
             stall_at = behaviour.stall_at

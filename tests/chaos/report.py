@@ -30,6 +30,8 @@ class Tally:
     num_tokens: int = 0
     pauses_s: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    num_explained: int = 0
+    """How many requests were explained while they ran."""
 
     @property
     def num_finished(self) -> int:
@@ -97,7 +99,8 @@ class Report:
             f"{self.faults_per_minute:.1f} a minute ({_listed(self.kinds)})",
             "spent on " + ", ".join(f"{what} {s:.0f} s" for what, s in self.spent_s.items()),
             *tally.table(),
-            f"compared: {tally.num_finished} whole streams, {tally.num_tokens} tokens",
+            f"compared: {tally.num_finished} whole streams, {tally.num_tokens} tokens; "
+            f"{tally.num_explained} were explained while they ran",
             f"longest pause of a stream: p50 {1000 * statistics.median(pauses):.0f} ms, "
             f"p99 {1000 * p99:.0f} ms, max {1000 * pauses[-1]:.0f} ms",
             f"in the services' logs: {_listed(self.log_counts)}",

@@ -13,6 +13,7 @@ _ROLES = {
     "drain": WORKERS,
     "scale": WORKERS,
     "upgrade": ("run",),
+    "retain": ("cache",),
     "role": WORKERS,
     "flush": ("redis",),
     "flush_functions": ("redis",),
@@ -20,9 +21,10 @@ _ROLES = {
     "disconnect": ("redis",),
 }
 FAULT_KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
-"""Faults of which clients may see only a delay. A worker takes the other role (role). Redis is
-killed and returns empty, or with an old copy of its data (restore_old); it loses its data, or
-its functions too (flush_functions), or all its connections (disconnect)."""
+"""Faults of which clients may see only a delay. A worker takes the other role (role). A prefix is
+computed and retained (retain). Redis is killed and returns empty, or with an old copy of its data
+(restore_old); it loses its data, or its functions too (flush_functions), or all its connections
+(disconnect)."""
 
 MEAN_PAUSE_S = 0.2
 LENGTHS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
