@@ -4,7 +4,8 @@ from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 
 PROTOCOL_VERSION = 10
 """The version of the messages in proto/quire/v1, and of the function library of the block store. A
-new library, or a change that services of the version before may notice, increments it."""
+new library, or a change that services of the version before may notice, increments it, and puts the
+commit before it into tests/previous_version.txt."""
 
 LIBRARIES = {PROTOCOL_VERSION: FUNCTION_LIBRARY, PROTOCOL_VERSION - 1: PREVIOUS_LIBRARY}
 """The versions that this one talks to, and the function library of each: an upgrade replaces the

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ SECRET = "a secret of this test, long enough"
 @dataclass
 class Host:
     """`ip`: where its services listen and are reached. `within`: a command before each of its
-    processes, such as `ip netns exec NAME`. `settings`: variables of all its processes."""
+    processes, such as `ip netns exec NAME`. `settings`: variables of all its processes. `python`:
+    the interpreter that runs them."""
 
     name: str
     folder: Path
@@ -33,6 +35,7 @@ class Host:
     ip: str = "127.0.0.1"
     within: Sequence[str] = ()
     settings: dict[str, str] = field(default_factory=dict)
+    python: Path = Path(sys.executable)
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
     @property
@@ -65,7 +68,7 @@ class Host:
         environment = {**os.environ, **{prefix + k: v for k, v in (common | settings).items()}}
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(
-                [*self.within, *service_command(service)],
+                [*self.within, str(self.python), *service_command(service)[1:]],
                 env=environment | self.settings,
                 stdout=output,
                 stderr=subprocess.STDOUT,
