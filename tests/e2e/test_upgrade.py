@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 from quire.client import Client
-from quire.types import Sampling
+from quire.messages import Request
+from tests.exactness import Answer, strategies
 from tests.waiting import wait_until
 
 from .conftest import POOL_MEMORY
@@ -24,10 +26,14 @@ from .deployment import Deployment, serving
 PROMPT = list(range(259, 299))
 NUM_TOKENS = 64
 NUM_CLIENTS = 2
-"""Clients of each kind."""
+"""HTTP clients of each kind."""
+STRATEGIES = {
+    name: strategies(NUM_TOKENS)[name]
+    for name in ("temperature", "4 samples, adjusted", "structured", "4 beams")
+}
 SERVICES = ("services.gateway", "services.block_manager", "role=prefill", "role=decode")
 
-Ask = Callable[[], Coroutine[Any, Any, list[int]]]
+Ask = Callable[[], Coroutine[Any, Any, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +51,9 @@ def body(**more: Any) -> dict[str, Any]:
     return fields | {"return_token_ids": True} | more
 
 
-async def over_grpc(client: AsyncClient) -> list[int]:
-    sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return [token async for delta in client.generate(PROMPT, sampling) for token in delta.token_ids]
+async def over_grpc(client: AsyncClient, strategy: str) -> Answer:
+    request = Request(PROMPT, STRATEGIES[strategy])
+    return Answer.of([delta async for delta in client.send(request)])
 
 
 async def in_a_stream(client: httpx.AsyncClient) -> list[int]:
@@ -71,16 +77,17 @@ async def on_a_new_connection(url: str) -> list[int]:
 
 
 class Load:
-    """Clients that send one request after another, and note every answer."""
+    """Clients that send one request after another, and note every answer by its kind: a strategy,
+    or HTTP for greedy tokens."""
 
-    def __init__(self, asks: list[Ask]) -> None:
-        self.answers: list[list[int]] = []
+    def __init__(self, asks: list[tuple[str, Ask]]) -> None:
+        self.answers: list[tuple[str, Any]] = []
         self._ends = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._send(ask)) for ask in asks]
+        self._tasks = [asyncio.create_task(self._send(*ask)) for ask in asks]
 
-    async def _send(self, ask: Ask) -> None:
+    async def _send(self, kind: str, ask: Ask) -> None:
         while not self._ends.is_set():
-            self.answers.append(await ask())
+            self.answers.append((kind, await ask()))
 
     async def end(self) -> None:
         """Let the running requests end. Raises the error of a client that had one."""
@@ -94,10 +101,10 @@ async def loads(deployment: Deployment) -> AsyncIterator[Load]:
         AsyncClient(deployment.address) as rpc,
         httpx.AsyncClient(base_url=deployment.http, timeout=60, limits=limits) as http,
     ):
-        asks: list[Ask] = []
+        asks: list[tuple[str, Ask]] = [(each, partial(over_grpc, rpc, each)) for each in STRATEGIES]
         for _ in range(NUM_CLIENTS):
-            asks += [lambda: over_grpc(rpc), lambda: in_a_stream(http)]
-            asks.append(lambda: on_a_new_connection(deployment.http))
+            asks.append(("HTTP", partial(in_a_stream, http)))
+            asks.append(("HTTP", partial(on_a_new_connection, deployment.http)))
         yield Load(asks)
 
 
@@ -115,13 +122,15 @@ async def upgrade(deployment: Deployment) -> str:
 
 async def test_every_service_is_replaced_and_no_request_notices(deployment: Deployment) -> None:
     before = {service: deployment.running(service) for service in SERVICES}
-    expected = await on_a_new_connection(deployment.http)
-    assert len(expected) == NUM_TOKENS
+    expected: dict[str, Any] = {"HTTP": await on_a_new_connection(deployment.http)}
+    assert len(expected["HTTP"]) == NUM_TOKENS
+    async with AsyncClient(deployment.address) as client:
+        expected |= {each: await over_grpc(client, each) for each in STRATEGIES}
     async for load in loads(deployment):
         printed = await upgrade(deployment)
         await load.end()
-        assert len(load.answers) > 3 * NUM_CLIENTS
-        assert all(tokens == expected for tokens in load.answers)
+        assert {kind for kind, _ in load.answers} == expected.keys()
+        assert [kind for kind, answer in load.answers if answer != expected[kind]] == []
     assert "decode-2 serves in place of decode-1, which has left." in printed
     wait_until(lambda: all(len(deployment.running(each)) == 1 for each in SERVICES), limit_s=90)
     for service in SERVICES:
@@ -145,8 +154,8 @@ async def test_new_weights_at_the_same_path_are_served_and_no_request_fails(
     new = await on_a_new_connection(deployment.http)
     assert new != old
     assert new == await on_a_new_connection(deployment.http)
-    for tokens in load.answers:
-        assert len(tokens) == NUM_TOKENS
+    for kind, answer in load.answers:
+        assert kind != "HTTP" or len(answer) == NUM_TOKENS
     with Client(deployment.operations.split(",")[0]) as client:
         (pool,) = client.pools()
         assert pool.num_held == 0
