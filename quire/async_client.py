@@ -109,6 +109,7 @@ class AsyncClient(ClientBase[AsyncStream]):
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
     change_role = _asked(calls.change_role)
+    reload = _asked(calls.reload)
     scale = _asked(calls.scale)
     upgrade = _asked(calls.upgrade)
     load_adapter = _asked(calls.load_adapter)

@@ -20,6 +20,7 @@ from quire.v1.block_manager_pb2 import (
     DrainWorkerRequest,
     ListPoolsRequest,
     ListWorkersRequest,
+    ReloadRequest,
 )
 from quire.v1.inference_pb2 import ListModelsRequest
 from quire.v1.supervisor_pb2 import ScaleRequest, UpgradeRequest
@@ -122,6 +123,20 @@ def change_role(self: object, worker_id: str, role: str) -> Call[int]:
     """
     request = DrainWorkerRequest(worker_id=worker_id, next_role=role)
     return Call("block_manager", "DrainWorker", request, lambda answer: int(answer.num_running))
+
+
+def reload(self: object, model: str = "", timeout_s: float = 600.0) -> Call[tuple[str, ...]]:
+    """Serve the weights that are at the model's path now, in the same processes. Requests that run
+    go on with them, from the tokens that they have. `model` may be empty if there is only one.
+
+    Returns the ids of the workers once all of them serve the new weights; none if they served these
+    weights before. If the checkpoint is of another model or cannot be read, the call raises
+    InvalidRequest, and nothing changes.
+    """
+    request = ReloadRequest(model=model)
+    return Call(
+        "block_manager", "Reload", request, lambda answer: tuple(answer.worker_ids), timeout_s
+    )
 
 
 def scale(

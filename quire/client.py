@@ -103,8 +103,8 @@ class Client(ClientBase[Stream]):
     stream resumes at another gateway, or at the same one if it returns within `resume_window_s`.
     Threads may share a client.
 
-    `pools`, `workers`, `audit`, `drain`, `change_role`, `scale`, `load_adapter` and
-    `unload_adapter` are operations. A gateway serves them at a separate address, `operations`
+    `pools`, `workers`, `audit`, `drain`, `change_role`, `reload`, `scale`, `load_adapter`
+    and `unload_adapter` are operations. A gateway serves them at a separate address, `operations`
     (unix:PATH or host:port). Without this address the client calls them at `address`, where a
     gateway serves operations only to the API keys of operators.
 
@@ -138,6 +138,7 @@ class Client(ClientBase[Stream]):
     audit = _asked(calls.audit)
     drain = _asked(calls.drain)
     change_role = _asked(calls.change_role)
+    reload = _asked(calls.reload)
     scale = _asked(calls.scale)
     upgrade = _asked(calls.upgrade)
     load_adapter = _asked(calls.load_adapter)

@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": ("deployment.plan:plan", _DEPLOYMENT),
     "drain": ("deployment.drain:drain", _DEPLOYMENT),
     "upgrade": ("deployment.upgrade:upgrade", _DEPLOYMENT),
+    "reload": ("deployment.reload:reload", _DEPLOYMENT),
     "role": ("deployment.role:role", _DEPLOYMENT),
     "certs": ("deployment.certs:certs", _DEPLOYMENT),
     "generate": ("requests.generate:generate", _REQUESTS),

@@ -178,6 +178,18 @@ class DrainWorkerResponse(_message.Message):
     num_running: int
     def __init__(self, num_running: _Optional[int] = ...) -> None: ...
 
+class ReloadRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class WatchBlocksRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -66,6 +66,11 @@ class BlockManagerStub:
                 request_serializer=quire_dot_v1_dot_block__manager__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_block__manager__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/quire.v1.BlockManager/Reload',
+                request_serializer=quire_dot_v1_dot_block__manager__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_block__manager__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class BlockManagerServicer:
@@ -115,6 +120,15 @@ class BlockManagerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Lets all workers of a model read the weights at its path again, and then serve them in the same processes. Answers when
+        they serve. INVALID_ARGUMENT: they cannot serve these weights, and go on with the old ones. UNAVAILABLE: a worker is
+        starting or draining.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockManagerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +161,11 @@ def add_BlockManagerServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=quire_dot_v1_dot_block__manager__pb2.DrainWorkerRequest.FromString,
                     response_serializer=quire_dot_v1_dot_block__manager__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=quire_dot_v1_dot_block__manager__pb2.ReloadRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_block__manager__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +332,33 @@ class BlockManager:
             '/quire.v1.BlockManager/DrainWorker',
             quire_dot_v1_dot_block__manager__pb2.DrainWorkerRequest.SerializeToString,
             quire_dot_v1_dot_block__manager__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.BlockManager/Reload',
+            quire_dot_v1_dot_block__manager__pb2.ReloadRequest.SerializeToString,
+            quire_dot_v1_dot_block__manager__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,11 @@ class BlockManagerStub:
     """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
     FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
     """
+    Reload: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.ReloadRequest, _block_manager_pb2.ReloadResponse]
+    """Lets all workers of a model read the weights at its path again, and then serve them in the same processes. Answers when
+    they serve. INVALID_ARGUMENT: they cannot serve these weights, and go on with the old ones. UNAVAILABLE: a worker is
+    starting or draining.
+    """
 
 @_typing.type_check_only
 class BlockManagerAsyncStub(BlockManagerStub):
@@ -70,6 +75,11 @@ class BlockManagerAsyncStub(BlockManagerStub):
     DrainWorker: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
     FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
+    """
+    Reload: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ReloadRequest, _block_manager_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Lets all workers of a model read the weights at its path again, and then serve them in the same processes. Answers when
+    they serve. INVALID_ARGUMENT: they cannot serve these weights, and go on with the old ones. UNAVAILABLE: a worker is
+    starting or draining.
     """
 
 class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +135,17 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_block_manager_pb2.DrainWorkerResponse, _abc.Awaitable[_block_manager_pb2.DrainWorkerResponse]]:
         """Tells a worker to finish what it runs and exit, or take the other role. NOT_FOUND: no such worker.
         FAILED_PRECONDITION: it is the last of its role on its pool. INVALID_ARGUMENT: it cannot take the role.
+        """
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _block_manager_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_block_manager_pb2.ReloadResponse, _abc.Awaitable[_block_manager_pb2.ReloadResponse]]:
+        """Lets all workers of a model read the weights at its path again, and then serve them in the same processes. Answers when
+        they serve. INVALID_ARGUMENT: they cannot serve these weights, and go on with the old ones. UNAVAILABLE: a worker is
+        starting or draining.
         """
 
 def add_BlockManagerServicer_to_server(servicer: BlockManagerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from quire.v1 import ticket_pb2 as quire_dot_v1_dot_ticket__pb2
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/decode.proto\x12\x08quire.v1\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\xca\x02\n\x14\x44\x65\x63odeConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.quire.v1.ReserveH\x00\x12 \n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AdmitH\x00\x12 \n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12\'\n\thand_over\x18\x06 \x01(\x0b\x32\x12.quire.v1.HandOverH\x00\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x12,\n\x04more\x18\x08 \x03(\x0b\x32\x1e.quire.v1.DecodeConnectRequestB\t\n\x07\x63ommand\"\x84\x03\n\x15\x44\x65\x63odeConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12&\n\x08reserved\x18\x02 \x01(\x0b\x32\x12.quire.v1.ReservedH\x00\x12$\n\x04step\x18\x03 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x05 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x12 \n\x05\x62\x65gan\x18\x08 \x01(\x0b\x32\x0f.quire.v1.BeganH\x00\x12-\n\x04more\x18\t \x03(\x0b\x32\x1f.quire.v1.DecodeConnectResponseB\x07\n\x05\x65vent\"E\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"@\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07granted\x18\x03 \x01(\x08\")\n\x05\x41\x64mit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"/\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"=\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.quire.v1.SequenceOutput2X\n\x06\x44\x65\x63ode\x12N\n\x07\x43onnect\x12\x1e.quire.v1.DecodeConnectRequest\x1a\x1f.quire.v1.DecodeConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/decode.proto\x12\x08quire.v1\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\xee\x02\n\x14\x44\x65\x63odeConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.quire.v1.ReserveH\x00\x12 \n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AdmitH\x00\x12 \n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12\'\n\thand_over\x18\x06 \x01(\x0b\x32\x12.quire.v1.HandOverH\x00\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x12\"\n\x06reload\x18\t \x01(\x0b\x32\x10.quire.v1.ReloadH\x00\x12,\n\x04more\x18\x08 \x03(\x0b\x32\x1e.quire.v1.DecodeConnectRequestB\t\n\x07\x63ommand\"\x84\x03\n\x15\x44\x65\x63odeConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12&\n\x08reserved\x18\x02 \x01(\x0b\x32\x12.quire.v1.ReservedH\x00\x12$\n\x04step\x18\x03 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x05 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x12 \n\x05\x62\x65gan\x18\x08 \x01(\x0b\x32\x0f.quire.v1.BeganH\x00\x12-\n\x04more\x18\t \x03(\x0b\x32\x1f.quire.v1.DecodeConnectResponseB\x07\n\x05\x65vent\"E\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"@\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07granted\x18\x03 \x01(\x08\")\n\x05\x41\x64mit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"/\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"=\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.quire.v1.SequenceOutput2X\n\x06\x44\x65\x63ode\x12N\n\x07\x43onnect\x12\x1e.quire.v1.DecodeConnectRequest\x1a\x1f.quire.v1.DecodeConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODECONNECTREQUEST']._serialized_start=82
-  _globals['_DECODECONNECTREQUEST']._serialized_end=412
-  _globals['_DECODECONNECTRESPONSE']._serialized_start=415
-  _globals['_DECODECONNECTRESPONSE']._serialized_end=803
-  _globals['_RESERVE']._serialized_start=805
-  _globals['_RESERVE']._serialized_end=874
-  _globals['_RESERVED']._serialized_start=876
-  _globals['_RESERVED']._serialized_end=940
-  _globals['_ADMIT']._serialized_start=942
-  _globals['_ADMIT']._serialized_end=983
-  _globals['_HANDOVER']._serialized_start=985
-  _globals['_HANDOVER']._serialized_end=1032
-  _globals['_RESUME']._serialized_start=1034
-  _globals['_RESUME']._serialized_end=1095
-  _globals['_STEPOUTPUT']._serialized_start=1097
-  _globals['_STEPOUTPUT']._serialized_end=1152
-  _globals['_DECODE']._serialized_start=1154
-  _globals['_DECODE']._serialized_end=1242
+  _globals['_DECODECONNECTREQUEST']._serialized_end=448
+  _globals['_DECODECONNECTRESPONSE']._serialized_start=451
+  _globals['_DECODECONNECTRESPONSE']._serialized_end=839
+  _globals['_RESERVE']._serialized_start=841
+  _globals['_RESERVE']._serialized_end=910
+  _globals['_RESERVED']._serialized_start=912
+  _globals['_RESERVED']._serialized_end=976
+  _globals['_ADMIT']._serialized_start=978
+  _globals['_ADMIT']._serialized_end=1019
+  _globals['_HANDOVER']._serialized_start=1021
+  _globals['_HANDOVER']._serialized_end=1068
+  _globals['_RESUME']._serialized_start=1070
+  _globals['_RESUME']._serialized_end=1131
+  _globals['_STEPOUTPUT']._serialized_start=1133
+  _globals['_STEPOUTPUT']._serialized_end=1188
+  _globals['_DECODE']._serialized_start=1190
+  _globals['_DECODE']._serialized_end=1278
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeConnectRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over", "resume", "more")
+    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over", "resume", "reload", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class DecodeConnectRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     hello: _worker_pb2.Hello
     reserve: Reserve
@@ -25,8 +26,9 @@ class DecodeConnectRequest(_message.Message):
     drain: _worker_pb2.Drain
     hand_over: HandOver
     resume: Resume
+    reload: _worker_pb2.Reload
     more: _containers.RepeatedCompositeFieldContainer[DecodeConnectRequest]
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., more: _Optional[_Iterable[_Union[DecodeConnectRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., reload: _Optional[_Union[_worker_pb2.Reload, _Mapping]] = ..., more: _Optional[_Iterable[_Union[DecodeConnectRequest, _Mapping]]] = ...) -> None: ...
 
 class DecodeConnectResponse(_message.Message):
     __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load", "began", "more")

@@ -27,7 +27,7 @@ from quire.v1 import ticket_pb2 as quire_dot_v1_dot_ticket__pb2
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/prefill.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\xe2\x01\n\x15PrefillConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.quire.v1.PrefillSubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x04 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12-\n\x04more\x18\x05 \x03(\x0b\x32\x1f.quire.v1.PrefillConnectRequestB\t\n\x07\x63ommand\"\x93\x03\n\x16PrefillConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12(\n\tprefilled\x18\x02 \x01(\x0b\x32\x13.quire.v1.PrefilledH\x00\x12)\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x04 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x12 \n\x05\x62\x65gan\x18\x07 \x01(\x0b\x32\x0f.quire.v1.BeganH\x00\x12/\n\rawaits_blocks\x18\t \x01(\x0b\x32\x16.quire.v1.AwaitsBlocksH\x00\x12.\n\x04more\x18\x08 \x03(\x0b\x32 .quire.v1.PrefillConnectResponseB\x07\n\x05\x65vent\"^\n\x0c\x41waitsBlocks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_needed\x18\x03 \x01(\r\x12\x15\n\rnum_available\x18\x04 \x01(\r\"\x98\x01\n\rPrefillSubmit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x07pooling\x18\x03 \x01(\x0b\x32\x11.quire.v1.PoolingH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\n\n\x08_pooling\"\x7f\n\x07Pooling\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.quire.v1.Pooling.Mode\x12\x12\n\ndimensions\x18\x02 \x01(\r\":\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_LAST\x10\x01\x12\r\n\tMODE_MEAN\x10\x02\"\x9d\x01\n\tPrefilled\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.quire.v1.TicketState\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.quire.v1.SequenceOutput\x12+\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x12.quire.v1.Logprobs\x12\x11\n\tembedding\x18\x04 \x03(\x02\x32[\n\x07Prefill\x12P\n\x07\x43onnect\x12\x1f.quire.v1.PrefillConnectRequest\x1a .quire.v1.PrefillConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/prefill.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\x86\x02\n\x15PrefillConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.quire.v1.PrefillSubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x04 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12\"\n\x06reload\x18\x06 \x01(\x0b\x32\x10.quire.v1.ReloadH\x00\x12-\n\x04more\x18\x05 \x03(\x0b\x32\x1f.quire.v1.PrefillConnectRequestB\t\n\x07\x63ommand\"\x93\x03\n\x16PrefillConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12(\n\tprefilled\x18\x02 \x01(\x0b\x32\x13.quire.v1.PrefilledH\x00\x12)\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x04 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x12 \n\x05\x62\x65gan\x18\x07 \x01(\x0b\x32\x0f.quire.v1.BeganH\x00\x12/\n\rawaits_blocks\x18\t \x01(\x0b\x32\x16.quire.v1.AwaitsBlocksH\x00\x12.\n\x04more\x18\x08 \x03(\x0b\x32 .quire.v1.PrefillConnectResponseB\x07\n\x05\x65vent\"^\n\x0c\x41waitsBlocks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_needed\x18\x03 \x01(\r\x12\x15\n\rnum_available\x18\x04 \x01(\r\"\x98\x01\n\rPrefillSubmit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x07pooling\x18\x03 \x01(\x0b\x32\x11.quire.v1.PoolingH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\n\n\x08_pooling\"\x7f\n\x07Pooling\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.quire.v1.Pooling.Mode\x12\x12\n\ndimensions\x18\x02 \x01(\r\":\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_LAST\x10\x01\x12\r\n\tMODE_MEAN\x10\x02\"\x9d\x01\n\tPrefilled\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.quire.v1.TicketState\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.quire.v1.SequenceOutput\x12+\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x12.quire.v1.Logprobs\x12\x11\n\tembedding\x18\x04 \x03(\x02\x32[\n\x07Prefill\x12P\n\x07\x43onnect\x12\x1f.quire.v1.PrefillConnectRequest\x1a .quire.v1.PrefillConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.prefill_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLCONNECTREQUEST']._serialized_start=108
-  _globals['_PREFILLCONNECTREQUEST']._serialized_end=334
-  _globals['_PREFILLCONNECTRESPONSE']._serialized_start=337
-  _globals['_PREFILLCONNECTRESPONSE']._serialized_end=740
-  _globals['_AWAITSBLOCKS']._serialized_start=742
-  _globals['_AWAITSBLOCKS']._serialized_end=836
-  _globals['_PREFILLSUBMIT']._serialized_start=839
-  _globals['_PREFILLSUBMIT']._serialized_end=991
-  _globals['_POOLING']._serialized_start=993
-  _globals['_POOLING']._serialized_end=1120
-  _globals['_POOLING_MODE']._serialized_start=1062
-  _globals['_POOLING_MODE']._serialized_end=1120
-  _globals['_PREFILLED']._serialized_start=1123
-  _globals['_PREFILLED']._serialized_end=1280
-  _globals['_PREFILL']._serialized_start=1282
-  _globals['_PREFILL']._serialized_end=1373
+  _globals['_PREFILLCONNECTREQUEST']._serialized_end=370
+  _globals['_PREFILLCONNECTRESPONSE']._serialized_start=373
+  _globals['_PREFILLCONNECTRESPONSE']._serialized_end=776
+  _globals['_AWAITSBLOCKS']._serialized_start=778
+  _globals['_AWAITSBLOCKS']._serialized_end=872
+  _globals['_PREFILLSUBMIT']._serialized_start=875
+  _globals['_PREFILLSUBMIT']._serialized_end=1027
+  _globals['_POOLING']._serialized_start=1029
+  _globals['_POOLING']._serialized_end=1156
+  _globals['_POOLING_MODE']._serialized_start=1098
+  _globals['_POOLING_MODE']._serialized_end=1156
+  _globals['_PREFILLED']._serialized_start=1159
+  _globals['_PREFILLED']._serialized_end=1316
+  _globals['_PREFILL']._serialized_start=1318
+  _globals['_PREFILL']._serialized_end=1409
 # @@protoc_insertion_point(module_scope)

@@ -11,18 +11,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "drain", "more")
+    __slots__ = ("hello", "submit", "abort", "drain", "reload", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     hello: _worker_pb2.Hello
     submit: PrefillSubmit
     abort: _worker_pb2.Abort
     drain: _worker_pb2.Drain
+    reload: _worker_pb2.Reload
     more: _containers.RepeatedCompositeFieldContainer[PrefillConnectRequest]
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., reload: _Optional[_Union[_worker_pb2.Reload, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillConnectResponse(_message.Message):
     __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began", "awaits_blocks", "more")

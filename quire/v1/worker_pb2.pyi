@@ -95,10 +95,18 @@ class Drain(_message.Message):
     def __init__(self, next_role: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
-    __slots__ = ("num_running",)
+    __slots__ = ("num_running", "has_new_weights")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    HAS_NEW_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
-    def __init__(self, num_running: _Optional[int] = ...) -> None: ...
+    has_new_weights: bool
+    def __init__(self, num_running: _Optional[int] = ..., has_new_weights: _Optional[bool] = ...) -> None: ...
+
+class Reload(_message.Message):
+    __slots__ = ("switches",)
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    switches: bool
+    def __init__(self, switches: _Optional[bool] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "attempt", "code", "message")

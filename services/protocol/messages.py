@@ -203,6 +203,8 @@ class DrainNotice:
     """The worker drains: it takes no new requests, and `num_running` requests still run."""
 
     num_running: int = 0
+    has_new_weights: bool = False
+    """Whether this answers a reload, and the worker has read other weights than it serves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class PoolWorker(PoolEngine, Generic[R]):
         self.role: R = role(self)
         self.next_role: RoleName | None = None
         """The role that the worker takes once it is drained; None if it leaves then."""
+        self.reloads = False
+        """Whether the worker leaves in order to serve the weights that its process has read."""
         self._lacks_draft = parts.lacks_draft
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
@@ -60,11 +62,20 @@ class PoolWorker(PoolEngine, Generic[R]):
         cannot take the role."""
         if next_role is not None and next_role != self.next_role:
             self._check_role(next_role)
-        self.next_role = next_role
+        self.next_role, self.reloads = next_role, False
         self.draining = True
         self.drain_asked.set()
         self.role.on_drain()
         return self.role.num_busy
+
+    def reload(self) -> int:
+        """Requeue all requests, and leave for the weights that the process has read; return how
+        many requests are left to end. Raises InvalidRequest if the worker drains already."""
+        if self.draining:
+            raise InvalidRequest(f"{worker_name(self.worker_id)} drains already")
+        num_left = self.drain()
+        self.reloads = True
+        return num_left
 
     def _check_role(self, role: RoleName) -> None:
         name = worker_name(self.worker_id)
@@ -83,6 +94,8 @@ class PoolWorker(PoolEngine, Generic[R]):
     async def drained(self) -> None:
         """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
+            if self.reloads:
+                self.role.requeue_all()  # a request that a gateway has sent meanwhile, too
             await self.writer.flush()
             is_idle = not self.role.num_busy and not self.holders.num_returning_waiters
             if is_idle and not await self._holds_anything():

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from types import TracebackType
@@ -13,6 +13,7 @@ from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
 from blockstore.registry import Role as RoleName
 from services.engine.device.opening import lost_device
 from services.pool.directory import PoolDirectory
+from services.protocol.messages import DrainNotice
 from services.runtime.health import Health
 from services.runtime.logging import get_logger
 from services.runtime.rpc.proof import Guard
@@ -25,6 +26,7 @@ from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
+from services.worker.new_weights import read_again
 from services.worker.parts import KeptParts, make_parts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
@@ -44,13 +46,17 @@ _ABORT_LIMIT_S = 0.5
 _SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread waits for the GIL if the event loop is busy; the default is 5 ms."""
 
+_NUM_OTHERS_CHECKS, _OTHERS_CHECK_S = 1500, 0.02
+"""A worker that reloads looks so often, 30 s in all, whether the others have left the pool."""
+
 log = get_logger(__name__)
 
 
 class WorkerProcess:
     """Runs one worker after another in this process; only the role, the place on the host and the
     loaded model outlive a worker. A worker that changes its role stays the same one: it keeps its
-    id, its pool and all other parts that are not the role's."""
+    id, its pool and all other parts that are not the role's. A worker that reloads leaves, and the
+    next one serves the new weights."""
 
     def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self.role: RoleName = settings.role
@@ -59,6 +65,10 @@ class WorkerProcess:
         self._stop = stop
         self._place: Place | None = None
         self._loaded: LoadedModel | None = None
+        self._next: LoadedModel | None = None
+        """Other weights of the model, which were read while the worker serves."""
+        self.reloads = False
+        """Whether the last worker has left so that the next one serves these weights."""
         self._directory: PoolDirectory | None = None
         self._health: Health | None = None
 
@@ -83,8 +93,13 @@ class WorkerProcess:
         self._health = Health()
         if self._place is None and self._settings.divides_cpus:
             self._place = take_place(self._settings, registration.worker_id)
-        loaded = self._loaded = self._loaded or await self._load()
-        if loaded is None:
+        if self.reloads:
+            await self._take_new_weights()
+        if self._loaded is None:
+            read = partial(load, self._settings, place=self._place)
+            self._loaded = await self._read(read)
+            _freeze()
+        if (loaded := self._loaded) is None:
             return
         async with (
             AsyncExitStack() as stack,
@@ -147,12 +162,14 @@ class WorkerProcess:
         registration.set_serving(worker, self.role, address, loaded)
         await _wait_for_any(self._stop, worker.drain_asked)
 
-        worker.drain(worker.next_role)
+        if not worker.draining:
+            worker.drain()
         registration.heartbeat.changed()
         await _finish(worker, server, self._stop, self._settings.request_grace_s)
         running.cancel()
         await asyncio.wait([running])
         await stack.aclose()
+        self.reloads = worker.reloads and not self._stop.is_set()
         return None if self._stop.is_set() else worker.next_role
 
     async def _listen(
@@ -163,7 +180,7 @@ class WorkerProcess:
         guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
         stream = worker.role.stream
         server = RpcServer(stream.service_name, guard=guard, tls=tls, health=self._health)
-        stream.add(WorkerStream(worker), server.aio)
+        stream.add(WorkerStream(worker, partial(self._reload, worker)), server.aio)
         address = settings.address(await server.start(settings.host, settings.port))
         stack.push_async_exit(partial(_end_streams, worker, server))
         await server.set_serving(True)
@@ -176,24 +193,60 @@ class WorkerProcess:
         )
         return server, address
 
-    async def _load(self) -> LoadedModel | None:
-        """None if the process was stopped before the model was loaded."""
+    async def _read(self, read: Callable[..., LoadedModel | None]) -> LoadedModel | None:
+        """Load a model in a thread. None if the process was stopped before the model was loaded."""
+        is_cancelled = False
 
         def progress() -> None:
-            if self._stop.is_set():
+            if self._stop.is_set() or is_cancelled:
                 raise _Stopped
 
-        with suppress(_Stopped):
-            loaded = await asyncio.to_thread(load, self._settings, progress, self._place)
-            gc.collect()
-            gc.freeze()  # otherwise each full collection visits torch's objects: a 0.1 s stall
-            log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
-            return loaded
+        try:
+            with suppress(_Stopped):
+                loaded = await asyncio.to_thread(read, progress=progress)
+                if loaded is not None:
+                    log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
+                return loaded
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
         return None
+
+    async def _reload(self, worker: PoolWorker[Any], switches: bool) -> DrainNotice:
+        """Read the weights again while the worker serves or, with `switches`, let the worker leave
+        for the weights that were read, if there are any. Raises InvalidRequest."""
+        if switches:
+            num_left = 0 if self._next is None else worker.reload()
+        else:
+            self._next, num_left = None, worker.role.num_busy
+            assert self._loaded is not None
+            read = partial(read_again, self._settings, self._loaded, place=self._place)
+            self._next = await self._read(read)
+        return DrainNotice(num_left, has_new_weights=self._next is not None)
+
+    async def _take_new_weights(self) -> None:
+        """Put the new weights in the place of the old ones, once the others have left the old pool:
+        the new pool takes its memory."""
+        assert self._directory is not None
+        for _ in range(_NUM_OTHERS_CHECKS):
+            if not self._directory.is_live():
+                break
+            await asyncio.sleep(_OTHERS_CHECK_S)
+        if self._loaded and self._loaded.weights and self._loaded.weights.kept:
+            self._loaded.weights.kept.close()
+        self._loaded, self._next, self.reloads = self._next, None, False
+        _freeze()
 
 
 class _Stopped(Exception):
     pass
+
+
+def _freeze() -> None:
+    """Let collections skip all objects that are there now: otherwise each full one visits torch's
+    objects, and takes 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _finish(

@@ -1,7 +1,7 @@
 """The worker's end of a gateway stream: handshake, then commands in and events out, in order."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,9 @@ _MAX_UNREAD = 10_000
 log = get_logger(__name__)
 
 Then = Callable[[], None] | None
+Reload = Callable[[bool], Awaitable[DrainNotice]]
+"""Lets the process read new weights or, if true, the worker leave for the weights that were read;
+see the message `Reload`. Raises InvalidRequest."""
 
 
 def _size(unread: tuple[Fields, Then]) -> int:
@@ -80,8 +83,9 @@ class WorkerStream:
     If a command raises InvalidRequest, the request that it names fails.
     """
 
-    def __init__(self, worker: PoolWorker[Any]) -> None:
+    def __init__(self, worker: PoolWorker[Any], reload: Reload | None = None) -> None:
         self._worker = worker
+        self._reload = reload
         self._response = worker.role.stream.response
 
     async def Connect(
@@ -154,7 +158,10 @@ class WorkerStream:
         try:
             async for request in requests:
                 for command in unpack_batch(request):
-                    self._execute(session, command)
+                    if self._reload is not None and command.WhichOneof("command") == "reload":
+                        session.send(await self._reload(command.reload.switches))
+                    else:
+                        self._execute(session, command)
         finally:
             session.end()
 

@@ -2,6 +2,7 @@
 takes the other role."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 
 from grpc import aio
@@ -9,6 +10,7 @@ from grpc import aio
 from blockstore.errors import UnknownPool
 from blockstore.registry import Member
 from quire.v1 import worker_pb2
+from quire.v1.worker_pb2 import Drain, Reload
 from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
 from services.protocol.worker_stream import StreamEnded, read, stream_type
@@ -58,7 +60,7 @@ class Drainer:
             told = worker_id, worker.role
             before = self._recent.get(told, 0.0)
             self._recent[told] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
-            message = worker_pb2.Drain(next_role=next_role)
+            message = Drain(next_role=next_role)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await send_drain(
@@ -104,21 +106,35 @@ async def send_drain(
     peer_id: str,
     rpc_key: bytes,
     tls: TlsFiles | None = None,
-    message: worker_pb2.Drain | None = None,
+    message: Drain | None = None,
 ) -> int:
-    """Tell `worker` to drain. Returns how many requests it still runs. Raises Unauthenticated if
-    another process is at its address, VersionMismatch, InvalidRequest if it refuses, or Unavailable
-    if it does not answer."""
+    """Tell `worker` to drain. Returns how many requests it still runs. Raises as `tell` does."""
+    command = {"drain": message or Drain()}
+    return (await tell(worker, peer_id, rpc_key, tls, command)).num_running
+
+
+async def tell(
+    worker: Member,
+    peer_id: str,
+    rpc_key: bytes,
+    tls: TlsFiles | None,
+    command: Mapping[str, Drain | Reload],
+) -> worker_pb2.Draining:
+    """Send an operator's command, by its field's name, and return the worker's answer. Raises
+    Unauthenticated if another process is at its address, VersionMismatch, InvalidRequest if it
+    refuses, or Unavailable if it does not answer."""
     async with open_channel(worker.address, tls) as channel:
         with translate_errors():
-            return await _drain_over(
-                worker, channel, peer_id, rpc_key, message or worker_pb2.Drain()
-            )
+            return await _tell_over(worker, channel, peer_id, rpc_key, command)
 
 
-async def _drain_over(
-    worker: Member, channel: aio.Channel, peer_id: str, rpc_key: bytes, drain: worker_pb2.Drain
-) -> int:
+async def _tell_over(
+    worker: Member,
+    channel: aio.Channel,
+    peer_id: str,
+    rpc_key: bytes,
+    command: Mapping[str, Drain | Reload],
+) -> worker_pb2.Draining:
     kind = stream_type(worker.role)
     proof = Proof(rpc_key, kind.method, worker.member_id)
     stream = kind.connect(channel, None, proof.metadata)
@@ -132,12 +148,11 @@ async def _drain_over(
                         proof.check(await stream.initial_metadata())
                         # Not before the welcome: if the worker refuses the hello, a second message
                         # would hide the worker's reason.
-                        await stream.write(kind.request(drain=drain))
+                        await stream.write(kind.request(**command))
                     case "draining":
-                        return int(message.draining.num_running)
+                        answer: worker_pb2.Draining = message.draining
+                        return answer
     except StreamEnded as error:
-        raise Unavailable(
-            f"worker {worker.member_id} gave no answer to the drain: {error}"
-        ) from error
+        raise Unavailable(f"worker {worker.member_id} gave no answer: {error}") from error
     finally:
         stream.cancel()

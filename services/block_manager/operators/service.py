@@ -11,6 +11,7 @@ from quire.worker_names import role_of
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.block_watch import BlockWatch, to_wire
 from services.block_manager.operators.drain import Drainer
+from services.block_manager.operators.reload import Reloader
 from services.block_manager.rounds import RoundRunner
 from services.pool.names import REMOTE_ROLE
 from services.protocol.codec import load_to_wire
@@ -51,6 +52,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self._last_audits = last_audits
         self._watch = BlockWatch()
         self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
+        self._reloader = Reloader(member_id, rpc_key, drain_timeout_s, tls)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection
@@ -120,6 +122,10 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
             next_role=request.next_role,
         )
         return pb.DrainWorkerResponse(num_running=num_running)
+
+    async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadResponse:
+        worker_ids = await self._reloader.reload(self._runner.connection.registry, request.model)
+        return pb.ReloadResponse(worker_ids=worker_ids)
 
 
 def _pool(stats: PoolStats) -> pb.Pool:

@@ -100,6 +100,11 @@ class Registration:
         )
         self.heartbeat.changed()
 
+    def forget_worker(self) -> None:
+        """Drop the worker, which has ended. No garbage collection visits this object, which is made
+        before the model is loaded: it would keep the worker's model in memory."""
+        self._worker = None
+
     def _describe(self) -> Member:
         if self._worker is None:
             return self._member

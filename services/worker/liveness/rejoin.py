@@ -1,10 +1,12 @@
-"""Lets a fenced worker rejoin: in the same process, under another name, with the loaded model.
+"""Lets a worker rejoin in the same process, under another name: a fenced worker with the loaded
+model, and a worker that reloads with the new weights that its process has read.
 
 A worker is fenced if it did not run, or was cut off from Redis. Its work is dropped.
 
     register -> (import, load: the first time) -> join -> serve -> leave
-        ▲                                           │ fenced
-        └────── drop locks, streams, store ◀────────┘
+        ▲                                           │ fenced     │ reloads
+        ├────── drop locks, streams, store ◀────────┘            │
+        └────────────────────────────────────────────────────────┘
 
 See ADR 56.
 """
@@ -39,7 +41,8 @@ async def serve_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
 
 
 class _RejoiningWorker:
-    """Runs one worker after another: when one is fenced, the next registers under a new name."""
+    """Runs one worker after another: when one is fenced or reloads, the next registers under a new
+    name."""
 
     def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._settings = settings
@@ -50,10 +53,14 @@ class _RejoiningWorker:
     async def run(self) -> None:
         patience_s = self._settings.redis_patience_s
         while not self._stop.is_set():
+            if self._registration is not None:
+                self._registration.forget_worker()
             self._registration = None
             try:
                 await self._serve_until_stopped(patience_s)
-                return
+                if self._process is None or not self._process.reloads:
+                    return
+                continue
             except* (WorkerFenced, UnknownWorker) as errors:
                 worker_id = self._registration.worker_id if self._registration else ""
                 log.error("worker_given_up", worker_id=worker_id, reason=str(_first(errors)))
