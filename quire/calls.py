@@ -126,12 +126,11 @@ def change_role(self: object, worker_id: str, role: str) -> Call[int]:
 
 
 def reload(self: object, model: str = "", timeout_s: float = 600.0) -> Call[tuple[str, ...]]:
-    """Serve the weights that are at the model's path now, in the same processes. Requests that run
-    go on with them, from the tokens that they have. `model` may be empty if there is only one.
+    """Serve the weights that are at the model's path now, in the same processes; requests go on
+    from their tokens. `model` may be empty if there is only one.
 
-    Returns the ids of the workers once all of them serve the new weights; none if they served these
-    weights before. If the checkpoint is of another model or cannot be read, the call raises
-    InvalidRequest, and nothing changes.
+    Returns the ids of the workers once all serve the new weights; none if they did so before.
+    Raises InvalidRequest, and changes nothing, if the weights cannot be served.
     """
     request = ReloadRequest(model=model)
     return Call(

@@ -103,10 +103,8 @@ class Draining(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., has_new_weights: _Optional[bool] = ...) -> None: ...
 
 class Reload(_message.Message):
-    __slots__ = ("switches",)
-    SWITCHES_FIELD_NUMBER: _ClassVar[int]
-    switches: bool
-    def __init__(self, switches: _Optional[bool] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "attempt", "code", "message")

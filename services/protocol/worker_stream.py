@@ -5,7 +5,7 @@ A `StreamType` holds everything that differs between the two.
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from grpc import StatusCode, aio
 
@@ -16,6 +16,9 @@ from services.protocol.event_codec import events_from_wire
 from services.protocol.messages import Command, Event
 from services.protocol.version import LIBRARIES, spoken_with
 from services.runtime.rpc.message_batching import unpack_batch
+
+RELOAD: Literal["reload"] = "reload"
+"""In the place of a worker's next role: the worker serves new weights in the role that it has."""
 
 Stream = aio.StreamStreamCall[Any, Any]
 Metadata = tuple[tuple[str, str], ...]

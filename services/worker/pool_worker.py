@@ -1,11 +1,11 @@
 """A worker: an engine on a pool in one of the two roles, with heartbeats, gateways and drain."""
 
 import asyncio
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from blockstore.registry import Role as RoleName
 from quire.worker_names import worker_name
-from services.protocol.worker_stream import stream_type
+from services.protocol.worker_stream import RELOAD, stream_type
 from services.runtime.errors import InvalidRequest
 from services.worker.liveness.heartbeats import Heartbeats
 from services.worker.pool_engine import PoolEngine, WorkerParts
@@ -13,6 +13,8 @@ from services.worker.requests.events import Session
 from services.worker.roles.role import Role
 
 _DRAIN_INTERVAL_S = 0.05
+
+NextRole = RoleName | Literal["reload"]
 
 R = TypeVar("R", bound=Role[Any])
 
@@ -23,10 +25,9 @@ class PoolWorker(PoolEngine, Generic[R]):
     def __init__(self, parts: WorkerParts, role: type[R]) -> None:
         super().__init__(parts, role.one_token, lambda outcome: self.role.on_outcome(outcome))
         self.role: R = role(self)
-        self.next_role: RoleName | None = None
-        """The role that the worker takes once it is drained; None if it leaves then."""
-        self.reloads = False
-        """Whether the worker leaves in order to serve the weights that its process has read."""
+        self.next_role: NextRole | None = None
+        """The role that the worker takes once it is drained; None if it leaves then. RELOAD if it
+        leaves to serve the weights that its process has read."""
         self._lacks_draft = parts.lacks_draft
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
@@ -56,33 +57,26 @@ class PoolWorker(PoolEngine, Generic[R]):
         for session in self.sessions:
             session.finish()
 
-    def drain(self, next_role: RoleName | None = None) -> int:
+    def drain(self, next_role: NextRole | None = None) -> int:
         """Accept no new requests; return how many are left to finish. Then the worker takes
         `next_role`; None lets it leave, even if it was to take a role. Raises InvalidRequest if it
         cannot take the role."""
         if next_role is not None and next_role != self.next_role:
             self._check_role(next_role)
-        self.next_role, self.reloads = next_role, False
+        self.next_role = next_role
         self.draining = True
         self.drain_asked.set()
         self.role.on_drain()
         return self.role.num_busy
 
-    def reload(self) -> int:
-        """Requeue all requests, and leave for the weights that the process has read; return how
-        many requests are left to end. Raises InvalidRequest if the worker drains already."""
-        if self.draining:
-            raise InvalidRequest(f"{worker_name(self.worker_id)} drains already")
-        num_left = self.drain()
-        self.reloads = True
-        return num_left
-
-    def _check_role(self, role: RoleName) -> None:
+    def _check_role(self, role: NextRole) -> None:
         name = worker_name(self.worker_id)
-        if role not in ("prefill", "decode"):
+        if role not in ("prefill", "decode", RELOAD):
             raise InvalidRequest(f"a worker is for prefill or decode, not for {role!r}")
         if self.draining:
             raise InvalidRequest(f"{name} drains already, so it takes no other role")
+        if role == RELOAD:
+            return
         if self.role.stream is stream_type(role):
             raise InvalidRequest(f"{name} is a {role} worker already")
         if self._lacks_draft:
@@ -94,8 +88,8 @@ class PoolWorker(PoolEngine, Generic[R]):
     async def drained(self) -> None:
         """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
-            if self.reloads:
-                self.role.requeue_all()  # a request that a gateway has sent meanwhile, too
+            if self.next_role == RELOAD:
+                self.role.requeue_all()  # again: a gateway may have sent one meanwhile
             await self.writer.flush()
             is_idle = not self.role.num_busy and not self.holders.num_returning_waiters
             if is_idle and not await self._holds_anything():

@@ -13,7 +13,7 @@ from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
 from blockstore.registry import Role as RoleName
 from services.engine.device.opening import lost_device
 from services.pool.directory import PoolDirectory
-from services.protocol.messages import DrainNotice
+from services.protocol.worker_stream import RELOAD
 from services.runtime.health import Health
 from services.runtime.logging import get_logger
 from services.runtime.rpc.proof import Guard
@@ -67,20 +67,19 @@ class WorkerProcess:
         self._loaded: LoadedModel | None = None
         self._next: LoadedModel | None = None
         """Other weights of the model, which were read while the worker serves."""
-        self.reloads = False
-        """Whether the last worker has left so that the next one serves these weights."""
         self._directory: PoolDirectory | None = None
         self._health: Health | None = None
 
-    async def serve(self, registration: Registration) -> None:
-        """Join the pool, serve until `stop` or until the worker is drained, leave.
+    async def serve(self, registration: Registration, *, reloads: bool = False) -> None:
+        """Join the pool, serve until `stop` or until the worker is drained, leave. `reloads` says
+        that the worker before has left for the weights that were read.
 
         Raises the error if engine, pool or store are lost (PoolGone with the GPU), and WorkerFenced
         or UnknownWorker if the worker was fenced. When this returns or raises, no thread of the
         worker runs or writes any more, and its locks are dropped.
         """
         try:
-            await self._serve(registration)
+            await self._serve(registration, reloads)
         except Exception as error:
             if (lost := lost_device(error)) is None:
                 raise
@@ -88,19 +87,19 @@ class WorkerProcess:
                 self._directory.gone.touch(0o600)
             raise PoolGone(f"the GPU has lost the pool and this worker: {lost}") from error
 
-    async def _serve(self, registration: Registration) -> None:
+    async def _serve(self, registration: Registration, reloads: bool) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._health = Health()
         if self._place is None and self._settings.divides_cpus:
             self._place = take_place(self._settings, registration.worker_id)
-        if self.reloads:
+        if reloads and self._next is not None:
             await self._take_new_weights()
         if self._loaded is None:
-            read = partial(load, self._settings, place=self._place)
-            self._loaded = await self._read(read)
-            _freeze()
+            self._loaded = await self._read(partial(load, self._settings, place=self._place))
         if (loaded := self._loaded) is None:
             return
+        gc.collect()
+        gc.freeze()  # otherwise each full collection visits torch's objects: a 0.1 s stall
         async with (
             AsyncExitStack() as stack,
             AsyncExitStack() as of_role,
@@ -169,8 +168,8 @@ class WorkerProcess:
         running.cancel()
         await asyncio.wait([running])
         await stack.aclose()
-        self.reloads = worker.reloads and not self._stop.is_set()
-        return None if self._stop.is_set() else worker.next_role
+        next_role = worker.next_role
+        return None if self._stop.is_set() or next_role == RELOAD else next_role
 
     async def _listen(
         self, worker: PoolWorker[Any], stack: AsyncExitStack
@@ -180,7 +179,7 @@ class WorkerProcess:
         guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
         stream = worker.role.stream
         server = RpcServer(stream.service_name, guard=guard, tls=tls, health=self._health)
-        stream.add(WorkerStream(worker, partial(self._reload, worker)), server.aio)
+        stream.add(WorkerStream(worker, self._read_weights), server.aio)
         address = settings.address(await server.start(settings.host, settings.port))
         stack.push_async_exit(partial(_end_streams, worker, server))
         await server.set_serving(True)
@@ -195,34 +194,26 @@ class WorkerProcess:
 
     async def _read(self, read: Callable[..., LoadedModel | None]) -> LoadedModel | None:
         """Load a model in a thread. None if the process was stopped before the model was loaded."""
-        is_cancelled = False
 
         def progress() -> None:
-            if self._stop.is_set() or is_cancelled:
+            if self._stop.is_set():
                 raise _Stopped
 
-        try:
-            with suppress(_Stopped):
-                loaded = await asyncio.to_thread(read, progress=progress)
-                if loaded is not None:
-                    log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
-                return loaded
-        except asyncio.CancelledError:
-            is_cancelled = True
-            raise
+        with suppress(_Stopped):
+            loaded = await asyncio.to_thread(read, progress=progress)
+            if loaded is not None:
+                log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
+            return loaded
         return None
 
-    async def _reload(self, worker: PoolWorker[Any], switches: bool) -> DrainNotice:
-        """Read the weights again while the worker serves or, with `switches`, let the worker leave
-        for the weights that were read, if there are any. Raises InvalidRequest."""
-        if switches:
-            num_left = 0 if self._next is None else worker.reload()
-        else:
-            self._next, num_left = None, worker.role.num_busy
-            assert self._loaded is not None
-            read = partial(read_again, self._settings, self._loaded, place=self._place)
-            self._next = await self._read(read)
-        return DrainNotice(num_left, has_new_weights=self._next is not None)
+    async def _read_weights(self) -> bool:
+        """Read the weights again while the worker serves. Returns whether they are others. Raises
+        InvalidRequest."""
+        assert self._loaded is not None
+        self._next = None
+        read = partial(read_again, self._settings, self._loaded, place=self._place)
+        self._next = await self._read(read)
+        return self._next is not None
 
     async def _take_new_weights(self) -> None:
         """Put the new weights in the place of the old ones, once the others have left the old pool:
@@ -234,19 +225,11 @@ class WorkerProcess:
             await asyncio.sleep(_OTHERS_CHECK_S)
         if self._loaded and self._loaded.weights and self._loaded.weights.kept:
             self._loaded.weights.kept.close()
-        self._loaded, self._next, self.reloads = self._next, None, False
-        _freeze()
+        self._loaded, self._next = self._next, None
 
 
 class _Stopped(Exception):
     pass
-
-
-def _freeze() -> None:
-    """Let collections skip all objects that are there now: otherwise each full one visits torch's
-    objects, and takes 0.1 s."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _finish(

@@ -27,9 +27,6 @@ _MAX_UNREAD = 10_000
 log = get_logger(__name__)
 
 Then = Callable[[], None] | None
-Reload = Callable[[bool], Awaitable[DrainNotice]]
-"""Lets the process read new weights or, if true, the worker leave for the weights that were read;
-see the message `Reload`. Raises InvalidRequest."""
 
 
 def _size(unread: tuple[Fields, Then]) -> int:
@@ -80,12 +77,16 @@ class StreamSession:
 class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
-    If a command raises InvalidRequest, the request that it names fails.
+    If a command raises InvalidRequest, the request that it names fails. `read_weights` reads the
+    weights again, and returns whether they are others than those that are served; None if the
+    worker cannot.
     """
 
-    def __init__(self, worker: PoolWorker[Any], reload: Reload | None = None) -> None:
+    def __init__(
+        self, worker: PoolWorker[Any], read_weights: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
         self._worker = worker
-        self._reload = reload
+        self._read_weights = read_weights
         self._response = worker.role.stream.response
 
     async def Connect(
@@ -158,8 +159,9 @@ class WorkerStream:
         try:
             async for request in requests:
                 for command in unpack_batch(request):
-                    if self._reload is not None and command.WhichOneof("command") == "reload":
-                        session.send(await self._reload(command.reload.switches))
+                    if self._read_weights and command.WhichOneof("command") == "reload":
+                        found = await self._read_weights()
+                        session.send(DrainNotice(has_new_weights=found))
                     else:
                         self._execute(session, command)
         finally:

@@ -14,7 +14,6 @@ def reload(
     model: Annotated[
         str, Option(metavar="NAME", help="whose weights; needed if there are several models")
     ] = "",
-    timeout: Annotated[float, Option(metavar="S", min=0, help="limit of the whole reload")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Serve the weights that are at the model's path now, such as the new target of a link.
@@ -23,7 +22,7 @@ def reload(
     with the new weights from the tokens that they have. The architecture must be the same.
     """
     with gateway.connect() as client:
-        worker_ids = client.reload(model, timeout)
+        worker_ids = client.reload(model)
     if as_json:
         print(json.dumps({"worker_ids": worker_ids}))
     elif worker_ids:

@@ -2,15 +2,11 @@
 takes the other role."""
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import suppress
-
-from grpc import aio
 
 from blockstore.errors import UnknownPool
 from blockstore.registry import Member
-from quire.v1 import worker_pb2
-from quire.v1.worker_pb2 import Drain, Reload
+from quire.v1.worker_pb2 import Drain, Draining, Reload
 from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
 from services.protocol.worker_stream import StreamEnded, read, stream_type
@@ -60,12 +56,11 @@ class Drainer:
             told = worker_id, worker.role
             before = self._recent.get(told, 0.0)
             self._recent[told] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
-            message = Drain(next_role=next_role)
+            to_worker = worker, self._peer_id, self._rpc_key, self._tls
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await send_drain(
-                        worker, self._peer_id, self._rpc_key, self._tls, message
-                    )
+                    answer = await tell(*to_worker, drain=Drain(next_role=next_role))
+                    return int(answer.num_running)
             except InvalidRequest:
                 self._recent[told] = before
                 raise
@@ -101,58 +96,37 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
     return worker
 
 
-async def send_drain(
-    worker: Member,
-    peer_id: str,
-    rpc_key: bytes,
-    tls: TlsFiles | None = None,
-    message: Drain | None = None,
-) -> int:
-    """Tell `worker` to drain. Returns how many requests it still runs. Raises as `tell` does."""
-    command = {"drain": message or Drain()}
-    return (await tell(worker, peer_id, rpc_key, tls, command)).num_running
-
-
 async def tell(
     worker: Member,
     peer_id: str,
     rpc_key: bytes,
-    tls: TlsFiles | None,
-    command: Mapping[str, Drain | Reload],
-) -> worker_pb2.Draining:
-    """Send an operator's command, by its field's name, and return the worker's answer. Raises
+    tls: TlsFiles | None = None,
+    **command: Drain | Reload,
+) -> Draining:
+    """Send an operator's command, under its field's name, and return the worker's answer. Raises
     Unauthenticated if another process is at its address, VersionMismatch, InvalidRequest if it
     refuses, or Unavailable if it does not answer."""
-    async with open_channel(worker.address, tls) as channel:
-        with translate_errors():
-            return await _tell_over(worker, channel, peer_id, rpc_key, command)
-
-
-async def _tell_over(
-    worker: Member,
-    channel: aio.Channel,
-    peer_id: str,
-    rpc_key: bytes,
-    command: Mapping[str, Drain | Reload],
-) -> worker_pb2.Draining:
     kind = stream_type(worker.role)
     proof = Proof(rpc_key, kind.method, worker.member_id)
-    stream = kind.connect(channel, None, proof.metadata)
-    try:
-        with suppress(asyncio.InvalidStateError):  # the worker refused already: `read` says why
-            await stream.write(kind.hello(peer_id, worker.protocol_version))
-        while True:
-            for message in unpack_batch(await read(stream)):
-                match message.WhichOneof("event"):
-                    case "welcome":
-                        proof.check(await stream.initial_metadata())
-                        # Not before the welcome: if the worker refuses the hello, a second message
-                        # would hide the worker's reason.
-                        await stream.write(kind.request(**command))
-                    case "draining":
-                        answer: worker_pb2.Draining = message.draining
-                        return answer
-    except StreamEnded as error:
-        raise Unavailable(f"worker {worker.member_id} gave no answer: {error}") from error
-    finally:
-        stream.cancel()
+    async with open_channel(worker.address, tls) as channel:
+        with translate_errors():
+            stream = kind.connect(channel, None, proof.metadata)
+            try:
+                with suppress(asyncio.InvalidStateError):  # it refused already: `read` says why
+                    await stream.write(kind.hello(peer_id, worker.protocol_version))
+                while True:
+                    for message in unpack_batch(await read(stream)):
+                        match message.WhichOneof("event"):
+                            case "welcome":
+                                proof.check(await stream.initial_metadata())
+                                # Not before the welcome: if the worker refuses the hello, a second
+                                # message would hide the worker's reason.
+                                await stream.write(kind.request(**command))
+                            case "draining":
+                                answer: Draining = message.draining
+                                return answer
+            except StreamEnded as error:
+                text = f"worker {worker.member_id} gave no answer: {error}"
+                raise Unavailable(text) from error
+            finally:
+                stream.cancel()

@@ -9,32 +9,26 @@ one. Requests wait meanwhile, and go on from their tokens.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from blockstore.registry import Member, Registry
-from quire.v1.worker_pb2 import Draining, Reload
+from quire.v1.worker_pb2 import Drain, Draining, Reload
 from quire.worker_names import worker_name
-from services.block_manager.operators.drain import tell
-from services.runtime.errors import InvalidRequest, Unavailable
-from services.runtime.rpc.tls import TlsFiles
+from services.protocol.worker_stream import RELOAD
+from services.runtime.errors import InvalidRequest, QuireError, Unavailable
 
 _POLL_S = 0.05
-_SWITCH_LIMIT_S = 60.0
-"""How long workers may take to serve again: they finish their step, and wait for one another."""
 
 
 class Reloader:
-    """Reloads one model at a time. `peer_id`, `rpc_key`, `tls` and `timeout_s` are as in
-    `Drainer`; a worker that reads weights has no time limit but the caller's."""
+    """Reloads one model at a time. `tell` sends a command to a worker, as `drain.tell` does. A
+    worker has `timeout_s` to answer that it switches. It may read and start as long as the caller
+    waits."""
 
-    def __init__(
-        self, peer_id: str, rpc_key: bytes, timeout_s: float, tls: TlsFiles | None = None
-    ) -> None:
-        self._peer_id = peer_id
-        self._rpc_key = rpc_key
+    def __init__(self, tell: Callable[..., Awaitable[Draining]], timeout_s: float) -> None:
+        self._tell = tell
         self._timeout_s = timeout_s
-        self._tls = tls
         self._lock = asyncio.Lock()
 
     async def reload(self, registry: Registry, model: str) -> Sequence[str]:
@@ -49,13 +43,14 @@ class Reloader:
             raise Unavailable("another reload is going on; try again when it has ended")
         async with self._lock:
             old = await self._serving(registry, model)
-            answers = await asyncio.gather(*(self._tell(each, Reload()) for each in old))
-            if not any(answer.has_new_weights for answer in answers):
-                return ()
+            answers = await asyncio.gather(*(self._tell(each, reload=Reload()) for each in old))
+            changing = [
+                each for each, said in zip(old, answers, strict=True) if said.has_new_weights
+            ]
             here = await self._serving(registry, model)
             if [each.address for each in here] != [each.address for each in old]:
                 raise Unavailable("workers have come or gone; nothing has changed; try again")
-            return await self._switch(registry, old)
+            return await self._switch(registry, changing, len(old)) if changing else ()
 
     async def _serving(self, registry: Registry, model: str) -> list[Member]:
         """The workers of a model, sorted. All of them serve."""
@@ -71,33 +66,22 @@ class Reloader:
                 raise Unavailable(f"{name} is {each.state}; try again when it serves")
         return sorted(found, key=lambda each: each.member_id)
 
-    async def _tell(self, worker: Member, message: Reload) -> Draining:
-        async with asyncio.timeout(self._timeout_s if message.switches else None):
-            command = {"reload": message}
-            return await tell(worker, self._peer_id, self._rpc_key, self._tls, command)
-
-    async def _switch(self, registry: Registry, old: Sequence[Member]) -> Sequence[str]:
-        """Let the workers switch, and wait until as many serve, and none under its old id."""
-        told = (self._tell(each, Reload(switches=True)) for each in old)
-        leaving: set[str] = set()
-        for worker, answer in zip(
-            old, await asyncio.gather(*told, return_exceptions=True), strict=True
-        ):
-            if isinstance(answer, BaseException):
-                name, reason = worker_name(worker.member_id), str(answer) or "it does not answer"
-                text = f"{name} may serve the old weights, and others the new ones: reload again"
-                raise Unavailable(f"{text} ({reason})") from answer
-            if answer.has_new_weights:
-                leaving.add(worker.member_id)
+    async def _switch(
+        self, registry: Registry, changing: Sequence[Member], num_workers: int
+    ) -> Sequence[str]:
+        """Let workers switch, and wait until `num_workers` serve, and none under its old id."""
+        told = [self._tell(each, drain=Drain(next_role=RELOAD)) for each in changing]
         try:
-            async with asyncio.timeout(_SWITCH_LIMIT_S):
-                while True:
-                    with suppress(InvalidRequest, Unavailable):
-                        now = await self._serving(registry, old[0].model)
-                        worker_ids = [each.member_id for each in now]
-                        if len(now) >= len(old) and not leaving.intersection(worker_ids):
-                            return worker_ids
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError as error:
-            text = f"some workers do not serve yet after {_SWITCH_LIMIT_S:g} s; their logs say why"
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.gather(*told)
+        except (QuireError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            text = f"some workers may serve the old weights ({reason}): reload again"
             raise Unavailable(text) from error
+        old = {each.member_id for each in changing}
+        while True:
+            with suppress(InvalidRequest, Unavailable):
+                now = [each.member_id for each in await self._serving(registry, changing[0].model)]
+                if len(now) >= num_workers and not old.intersection(now):
+                    return now
+            await asyncio.sleep(_POLL_S)

@@ -1,6 +1,7 @@
 """The gRPC service quire.v1.BlockManager, which answers operators."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from blockstore.records import PoolStats
@@ -10,7 +11,7 @@ from quire.v1 import block_manager_pb2_grpc
 from quire.worker_names import role_of
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.block_watch import BlockWatch, to_wire
-from services.block_manager.operators.drain import Drainer
+from services.block_manager.operators.drain import Drainer, tell
 from services.block_manager.operators.reload import Reloader
 from services.block_manager.rounds import RoundRunner
 from services.pool.names import REMOTE_ROLE
@@ -52,7 +53,8 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self._last_audits = last_audits
         self._watch = BlockWatch()
         self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
-        self._reloader = Reloader(member_id, rpc_key, drain_timeout_s, tls)
+        tell_worker = partial(tell, peer_id=member_id, rpc_key=rpc_key, tls=tls)
+        self._reloader = Reloader(tell_worker, drain_timeout_s)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection

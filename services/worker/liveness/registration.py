@@ -16,6 +16,7 @@ from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry, Role, State
 from quire.worker_names import new_worker_id
 from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.worker_stream import RELOAD
 from services.runtime import redis
 from services.runtime.registry_heartbeat import RegistryHeartbeat
 from services.worker.config import WorkerSettings
@@ -83,6 +84,13 @@ class Registration:
     def leaving(self) -> bool:
         return self._worker is not None and self._worker.draining and not self._worker.next_role
 
+    def forget_worker(self) -> bool:
+        """Drop the worker, which has ended, and return whether it has left for new weights. No
+        garbage collection visits this object, so it would keep the worker's model in memory."""
+        reloads = self._worker is not None and self._worker.next_role == RELOAD
+        self._worker = None
+        return reloads
+
     def set_serving(
         self, worker: "PoolWorker[Any]", role: Role, address: str, loaded: "LoadedModel"
     ) -> None:
@@ -99,11 +107,6 @@ class Registration:
             engine=loaded.engine,
         )
         self.heartbeat.changed()
-
-    def forget_worker(self) -> None:
-        """Drop the worker, which has ended. No garbage collection visits this object, which is made
-        before the model is loaded: it would keep the worker's model in memory."""
-        self._worker = None
 
     def _describe(self) -> Member:
         if self._worker is None:

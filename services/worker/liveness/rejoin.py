@@ -5,8 +5,7 @@ A worker is fenced if it did not run, or was cut off from Redis. Its work is dro
 
     register -> (import, load: the first time) -> join -> serve -> leave
         ▲                                           │ fenced     │ reloads
-        ├────── drop locks, streams, store ◀────────┘            │
-        └────────────────────────────────────────────────────────┘
+        └────── drop locks, streams, store ◀────────┴────────────┘
 
 See ADR 56.
 """
@@ -49,23 +48,20 @@ class _RejoiningWorker:
         self._stop = stop
         self._process: WorkerProcess | None = None
         self._registration: Registration | None = None
+        self._reloads = False
 
     async def run(self) -> None:
         patience_s = self._settings.redis_patience_s
         while not self._stop.is_set():
-            if self._registration is not None:
-                self._registration.forget_worker()
             self._registration = None
             try:
                 await self._serve_until_stopped(patience_s)
-                if self._process is None or not self._process.reloads:
-                    return
-                continue
             except* (WorkerFenced, UnknownWorker) as errors:
                 worker_id = self._registration.worker_id if self._registration else ""
                 log.error("worker_given_up", worker_id=worker_id, reason=str(_first(errors)))
             if self._registration is None or self._registration.leaving:
                 return
+            self._reloads = self._registration.forget_worker()
             patience_s = math.inf  # Redis was there before, so wait until it is back
 
     async def _serve(self, patience_s: float) -> None:
@@ -73,7 +69,7 @@ class _RejoiningWorker:
         async with registered(self._settings, role, patience_s) as self._registration:
             if self._process is None:
                 self._process = await _import_process(self._settings, self._stop)
-            await self._process.serve(self._registration)
+            await self._process.serve(self._registration, reloads=self._reloads)
 
     async def _serve_until_stopped(self, patience_s: float) -> None:
         """Run one worker. A stop before it serves cancels it, whatever it waits for, because no

@@ -24,7 +24,7 @@ from quire.v1 import (
 )
 from quire.v1 import block_manager_pb2 as pb
 from services.block_manager.auditor import LastAudits
-from services.block_manager.operators.drain import send_drain
+from services.block_manager.operators.drain import tell
 from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
 from services.protocol.version import PROTOCOL_VERSION
@@ -370,7 +370,7 @@ async def test_a_worker_refuses_a_drain_signed_with_another_secret(served: Serve
     worker = await start(served, "decode")
     (member,) = [m for m in await served.registry.members() if m.member_id == "decode-1"]
     with pytest.raises(Unauthenticated):
-        await send_drain(member, "somebody", OTHER.rpc_key)
+        await tell(member, "somebody", OTHER.rpc_key, drain=worker_pb2.Drain())
     assert (worker.hello, worker.drains) == (None, 0)
 
 
@@ -383,5 +383,5 @@ async def test_a_process_without_the_secret_gets_no_drain(served: Served) -> Non
     port = await server.start("127.0.0.1", 0)
     member = await served.announce("decode-1", address=f"127.0.0.1:{port}")
     with pytest.raises(Unauthenticated, match="does not prove this deployment's secret"):
-        await send_drain(member, "block_manager-1", SECRET.rpc_key)
+        await tell(member, "block_manager-1", SECRET.rpc_key, drain=worker_pb2.Drain())
     assert worker.drains == 0
