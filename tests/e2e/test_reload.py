@@ -1,0 +1,154 @@
+"""`quire reload` serves new weights in the running processes: streams go on with them."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bench.make_checkpoint import make_checkpoint
+from quire.async_client import AsyncClient
+from quire.errors import InvalidRequest, QuireError, Unavailable
+from quire.types import Sampling
+from tests.waiting import until
+
+from .conftest import POOL_MEMORY, Oracle
+from .deployment import Deployment, serving
+from .quiet import quiet
+from .test_crashes import is_whole
+
+PROMPTS = [list(range(259 + number, 299 + number)) for number in range(3)]
+GREEDY = Sampling(temperature=0, max_tokens=300, ignore_eos=True)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One worker of each role; the model is a link."""
+    folder = tmp_path_factory.mktemp("reload")
+    (folder / "model").symlink_to(checkpoint)
+    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
+        yield running
+
+
+def point(deployment: Deployment, target: Path) -> None:
+    link = deployment.log.parent / "model"
+    link.with_name("next").symlink_to(target)
+    link.with_name("next").rename(link)
+
+
+def other_bytes(checkpoint: Path, directory: Path) -> Path:
+    """The same weights in a file with other bytes: another fingerprint, and the same tokens."""
+    shutil.copytree(checkpoint, directory)
+    save_file(load_file(directory / WEIGHTS), directory / WEIGHTS, {"format": "pt", "is": "copied"})
+    return directory
+
+
+async def tokens_of(client: AsyncClient, prompt: list[int]) -> list[int]:
+    stream = client.generate(prompt, GREEDY, timeout_s=60)
+    return [token async for delta in stream for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def load(client: AsyncClient) -> AsyncIterator[list[tuple[list[int], list[int]]]]:
+    """Clients that send one request after another, and note each prompt and its answer. Raises the
+    error of a client that had one."""
+    answers: list[tuple[list[int], list[int]]] = []
+    has_ended = asyncio.Event()
+
+    async def send(prompt: list[int]) -> None:
+        while not has_ended.is_set():
+            answers.append((prompt, await tokens_of(client, prompt)))
+
+    sending = [asyncio.create_task(send(prompt)) for prompt in PROMPTS]
+    await until(lambda: len(answers) >= len(PROMPTS))
+    yield answers
+    has_ended.set()
+    await asyncio.gather(*sending)
+
+
+async def identities(client: AsyncClient) -> dict[str, int]:
+    return {worker.worker_id: worker.pid for worker in await client.workers()}
+
+
+async def test_streams_go_on_with_the_new_weights_from_their_tokens(
+    deployment: Deployment, client: AsyncClient, oracle: Oracle, tmp_path: Path
+) -> None:
+    """The KV of the old weights serves no token after them."""
+    before = await identities(client)
+    point(deployment, new := make_checkpoint(tmp_path / "new", seed=1))
+    async with load(client) as answers:
+        worker_ids = await client.reload()
+    after, new_oracle, num_mixed = await identities(client), Oracle(new), 0
+    assert set(worker_ids) == after.keys()
+    assert not after.keys() & before.keys()
+    assert sorted(after.values()) == sorted(before.values())
+    for prompt, tokens in answers:
+        old_choices, new_choices = (o.choices(prompt, tokens) for o in (oracle, new_oracle))
+        pairs = zip(tokens, old_choices, strict=True)
+        change = next((at for at, (token, old) in enumerate(pairs) if token != old), len(tokens))
+        assert (len(tokens), tokens[change:]) == (GREEDY.max_tokens, new_choices[change:])
+        num_mixed += 0 < change < len(tokens)
+    assert num_mixed
+    for prompt in PROMPTS:  # its KV under the old weights was cached
+        assert await tokens_of(client, prompt) == new_oracle.greedy(prompt, GREEDY.max_tokens)
+    assert await client.reload() == ()
+    await quiet(client)
+    assert len(await client.pools()) == 1
+
+
+async def test_what_cannot_be_served_is_refused_and_nothing_pauses(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, tmp_path: Path
+) -> None:
+    undisturbed, before = await tokens_of(client, PROMPTS[0]), await identities(client)
+    cut = other_bytes(checkpoint, tmp_path / "cut")
+    os.truncate(cut / WEIGHTS, 1000)
+    narrow = make_checkpoint(tmp_path / "narrow", hidden_size=32)
+    shutil.copy(narrow / WEIGHTS, other_bytes(checkpoint, tmp_path / "wrong") / WEIGHTS)
+    deep = make_checkpoint(tmp_path / "deep", num_layers=3)
+    refused = {
+        tmp_path / "nowhere": "no such checkpoint",
+        cut: WEIGHTS,
+        tmp_path / "wrong": "shape",
+        deep: "num_layers is 3, and 2 in the model that is served",
+    }
+    for directory, reason in refused.items():
+        point(deployment, directory)
+        with pytest.raises(InvalidRequest, match=reason):
+            await client.reload()
+    assert await identities(client) == before
+    assert await tokens_of(client, PROMPTS[0]) == undisturbed
+
+
+@pytest.mark.parametrize("role", ["", "prefill", "decode"])
+async def test_a_reload_of_equal_weights_changes_no_token(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, tmp_path: Path, role: str
+) -> None:
+    """Even if a worker is killed meanwhile. A second reload has to wait."""
+    point(deployment, checkpoint)
+    await client.reload()
+    expected = [(prompt, await tokens_of(client, prompt)) for prompt in PROMPTS]
+    before = await identities(client)
+    victims = [worker.pid for worker in await client.workers() if worker.role == role]
+    point(deployment, other_bytes(checkpoint, tmp_path / "equal"))
+    async with load(client) as answers:
+        reloading = asyncio.create_task(client.reload())
+
+        async def has_begun() -> bool:
+            return any(each.state != "serving" for each in await client.workers())
+
+        await until(has_begun, not_yet=(QuireError,))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await client.reload()
+        assert set(await reloading) == (await identities(client)).keys()
+    assert not (await identities(client)).keys() & before.keys()
+    assert all(answer in expected for answer in answers)
+    await until(lambda: is_whole(client, prefill=1, decode=1))
