@@ -85,6 +85,11 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         self._refuse(context)
         return bm.DrainWorkerResponse(num_running=3)
 
+    def Reload(self, request: bm.ReloadRequest, context: Any) -> bm.ReloadResponse:
+        self.requests.append(request)
+        self._refuse(context)
+        return bm.ReloadResponse(worker_ids=[each.worker_id for each in self.worker_lists[0]])
+
     def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
         self.requests.append(request)
         self._refuse(context)

@@ -169,6 +169,16 @@ def test_a_worker_takes_the_other_role(gateway: Any, capsys: Any) -> None:
     assert "prefill-2 has ended" in capsys.readouterr().err
 
 
+def test_a_reload_names_the_workers_that_serve_the_new_weights(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1-0a1b2c3d"), worker("prefill-1-3fa85f64")]]
+    assert main(["reload", "--model", "tiny"]) == 0
+    assert gateway.requests == [bm.ReloadRequest(model="tiny")]
+    assert capsys.readouterr().out == "the new weights are served by decode-1, prefill-1\n"
+    gateway.worker_lists = [[]]
+    assert main(["reload"]) == 0
+    assert capsys.readouterr().out == "these weights are served already\n"
+
+
 def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
     """A pod knows its address, but not the worker's id."""
     gateway.worker_lists = [[worker("decode-1")]]

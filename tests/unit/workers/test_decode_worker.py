@@ -12,8 +12,9 @@ from blockstore.hashing import prefix_hashes
 from services.engine.batch import Fault
 from services.model.structured.grammar import Grammar
 from services.model.structured.structure import Structure, StructureKind
-from services.protocol.messages import Failed, Reserved, Step
+from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason
+from services.protocol.worker_stream import RELOAD
 from services.runtime.errors import InvalidRequest
 from services.runtime.metrics import WorkerMetrics
 from services.worker.pool_engine import WorkerParts
@@ -178,6 +179,25 @@ async def test_draining_lets_what_runs_finish(pair: WorkerPair) -> None:
     async with asyncio.timeout(10):
         await pair.decode.drained()
     assert tokens(pair.session, issued) == expected(PROMPT, 20)
+    await pair.until_empty()
+
+
+async def test_a_worker_that_reloads_returns_what_runs_and_what_comes_late(
+    pair: WorkerPair,
+) -> None:
+    """A ticket may come on slots that were reserved before; it is returned, too."""
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    late = await prefill(pair, ticket("r2", PROMPT, max_tokens=500))
+    pair.decode.role.reserve(pair.session, "r2", 1, 1)
+    pair.decode.drain(RELOAD)
+    with pytest.raises(InvalidRequest, match="drains already"):
+        pair.decode.drain("prefill")
+    drained = asyncio.create_task(pair.decode.drained())
+    pair.decode.role.admit(pair.session, late)
+    async with asyncio.timeout(10):
+        await drained
+    back = {(one.request_id, one.reason) for one in pair.session.of(Requeued)}
+    assert back == {(name, RequeueReason.DRAINING) for name in ("r1", "r2")}
     await pair.until_empty()
 
 
