@@ -25,6 +25,7 @@ GROUPS = {
     "environment": 120,  # the first import of PyTorch reads gigabytes
     "attention": 200,
     "operations": 100,
+    "linears": 120,
     "experts": 100,
     "arena": 100,
     "sharing": 150,

@@ -33,8 +33,8 @@ def _environment(machine: Machine) -> Passed:
 
 
 MODULES = (
-    *("attention", "operations", "experts", "arena", "sharing", "sampling", "model", "decode"),
-    *("speed", "deployment"),
+    *("attention", "operations", "linears", "experts", "arena", "sharing", "sampling", "model"),
+    *("decode", "speed", "deployment"),
 )
 """The groups that are a module with a function `checks`. Each group imports all of them."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvops import int8_kv
 from kvops.copying import copy_between
+from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.native import NUMERICS, Kind, NativeCpu
 from kvops.step import AttentionCall
@@ -65,9 +66,11 @@ class CpuKernels(Kernels):
         sources, targets = pairs.long().unbind(dim=1)
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor:
         """Packs the weight on each call. For repeated use, call `native.pack` once and keep its
         result."""
+        if isinstance(weight, GroupedWeight):
+            weight = (weight.relative() * weight.outputs[:, None]).to(x.dtype)
         packed = self.native.pack(_KINDS[weight.dtype], weight.contiguous(), bias)
         out = torch.empty(len(x), len(weight), dtype=x.dtype)
         if len(x):

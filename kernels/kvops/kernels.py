@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
+from kvops.grouped import GroupedWeight
 from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadsCall
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
@@ -22,7 +23,7 @@ class Kernels(ABC):
     """`device`, `native`, `has_int8_kv`, `has_sampler`, `needs_plan`: see `ops.Backend`.
     `reads_whole_blocks`: attention also reads slots of a row's blocks that the row does not see,
     and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks` is the length of the
-    longest block table of a CUDA graph."""
+    longest block table of a CUDA graph. `linear_rows`: see `ops.Backend`."""
 
     name: str
     device = "cpu"
@@ -32,6 +33,7 @@ class Kernels(ABC):
     has_sinks = False
     needs_plan = False
     max_blocks = 0
+    linear_rows: tuple[int, ...] = (1,)
     native: NativeCpu | None = None
 
     @abstractmethod
@@ -65,7 +67,7 @@ class Kernels(ABC):
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None: ...
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor: ...
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

@@ -8,12 +8,10 @@ and whole decoder steps in one call.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvops import int4, int8
 from kvops._native import (
     Adapter,
     Decoder,
@@ -32,9 +30,10 @@ from kvops._native import (
 )
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import Draws as NativeDraws
+from kvops.grouped import as_kind
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from kvops.quantized import packed_pieces
+from kvops.quantized import Kind, packed_pieces
 
 __all__ = [
     "NUMERICS",
@@ -57,9 +56,6 @@ __all__ = [
     "usable_kernels",
     "wake",
 ]
-
-Kind = Literal["float32", "bfloat16", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
-"""The kinds of packed weights, with their group; int8 has groups of 32."""
 
 LowRank = tuple[Tensor, PackedLinear, Tensor]
 """An adapter's part in a linear: A [rank, K], B [N, ranks of a part], and of each 16 outputs the
@@ -136,15 +132,11 @@ class NativeCpu:
         """
         if kind in ("float32", "bfloat16"):
             floats = [weight for weight in weights if isinstance(weight, Tensor)]
-            _check_all(kind, weights, floats)
+            if len(floats) < len(weights):
+                raise ValueError(f"quantized weights are not packed as {kind}")
             yield from self._float_pieces(kind, num_outputs, floats, turn)
         else:
-            group = group_of(kind)
-            bits, form = (int8, Int8Weight) if kind.startswith("int8") else (int4, Int4Weight)
-            quantized = [bits.quantize(w, group) if isinstance(w, Tensor) else w for w in weights]
-            fitting = [w for w in quantized if isinstance(w, form) and w.group == group]
-            _check_all(kind, weights, fitting)
-            yield from packed_pieces(num_outputs, fitting, turn, _PIECE_BYTES)
+            yield from packed_pieces(num_outputs, as_kind(kind, weights), turn, _PIECE_BYTES)
 
     def _float_pieces(
         self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int
@@ -179,16 +171,6 @@ class NativeCpu:
         [M, 1 + k], by logits [M, vocab]; rank 0 marks logits that are not finite. The k likeliest
         tokens with their logprobs follow."""
         score(self.isa, self.pool, logits, token_ids, logprobs, ranks)
-
-
-def _check_all(kind: Kind, weights: Sequence[object], packable: Sequence[object]) -> None:
-    if len(packable) < len(weights):
-        raise ValueError(f"weights that are quantized in another way are not packed as {kind}")
-
-
-def group_of(kind: Kind) -> int:
-    """Return the number of inputs that share a scale, or 0 for weights in floating point."""
-    return int8.GROUP if kind == "int8" else int(kind.partition("-")[2] or 0)
 
 
 def aligned(num_bytes: int) -> Tensor:

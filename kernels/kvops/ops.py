@@ -21,6 +21,7 @@ from torch import Tensor
 from kvops import int8_kv
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
+from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms, HeadsCall
 
@@ -38,14 +39,15 @@ class Backend:
     All tensors are on `device`, "cpu" or "cuda". `native` are the native kernels, which compute
     whole steps in C++; if it is None, the engine composes steps of these operations. An arena may
     be in int8 if `has_int8_kv`. `sample` draws tokens where the logits are if `has_sampler`. The
-    engine calls `plan` before each step if `needs_plan`."""
+    engine calls `plan` before each step if `needs_plan`. Steps of each number of tokens in
+    `linear_rows` take other kernels, which are compiled when they are first called."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.name, self.device = kernels.name, kernels.device
         self.native: NativeCpu | None = kernels.native
         self.has_int8_kv, self.has_sampler = kernels.has_int8_kv, kernels.has_sampler
-        self.needs_plan = kernels.needs_plan
+        self.needs_plan, self.linear_rows = kernels.needs_plan, kernels.linear_rows
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """Return a description of the computation for logs and the registry."""
@@ -217,12 +219,21 @@ class Backend:
         _check_index("pairs", pairs, (-1, 2))
         self._kernels.copy_blocks(kv, pairs, source)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes x [T, in] @ weight [out, in] transposed + bias [out]. Result: [T, out]."""
-        _check("x", x, weight, (-1, weight.shape[-1]))
-        _check("weight", weight, weight, (-1, -1))
+    def linear(
+        self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """Computes x [T, in] @ weight [out, in] transposed + bias [out]. Quantized weights are
+        rounded to x's dtype, except for the scale of each output. Result: [T, out]."""
+        if isinstance(weight, GroupedWeight):
+            _check("x", x, x, (-1, weight.num_inputs))
+            weight.check(x.device)
+            num_outputs = len(weight.codes)
+        else:
+            _check("x", x, weight, (-1, weight.shape[-1]))
+            _check("weight", weight, weight, (-1, -1))
+            num_outputs = len(weight)
         if bias is not None:
-            _check("bias", bias, weight, (weight.shape[0],))
+            _check("bias", bias, x, (num_outputs,))
         return self._kernels.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

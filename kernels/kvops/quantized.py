@@ -7,11 +7,14 @@ are fp16 there, relative to a scale of the output in fp32, which keeps them in f
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Kind = Literal["float32", "bfloat16", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
+"""The kinds of packed weights, with their group; int8 has groups of 32."""
 
 PANEL = 32
 """The outputs of a panel."""
@@ -32,6 +35,11 @@ class QuantizedWeight(Protocol):
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
+
+
+def group_of(kind: Kind) -> int:
+    """Return the number of inputs that share a scale, or 0 for weights in floating point."""
+    return 32 if kind == "int8" else int(kind.partition("-")[2] or 0)
 
 
 W = TypeVar("W", bound=QuantizedWeight)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvops import int8_kv
+from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.step import AttentionCall
 
@@ -61,8 +62,12 @@ class ReferenceKernels(Kernels):
         for target, copy in copies:
             kv[target] = copy
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.float() @ weight.float().T
+    def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, GroupedWeight):
+            rounded = weight.relative().to(x.dtype)
+            out = x.float() @ rounded.float().T * weight.outputs
+        else:
+            out = x.float() @ weight.float().T
         if bias is not None:
             out = out + bias.float()
         return out.to(x.dtype)

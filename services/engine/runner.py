@@ -162,16 +162,17 @@ class Runner:
         return self._model.logits(self.hidden(rows))
 
     def warm_up(self, max_tokens: int, max_rows: int) -> None:
-        """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
-        most the context) and one decode step, and compile what steps of up to `max_rows` rows need.
-        It stores no KV, and its results are dropped."""
+        """Touch every weight and the memory of a step: run prefills of `max_tokens` and of other
+        numbers of tokens (at most the context) and one decode step, and compile what steps of up to
+        `max_rows` rows need. It stores no KV, and its results are dropped."""
         use_device(self._kv.device)
         self._steps.warm_up(max_rows)
-        num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
-        num_blocks = -(-num_tokens // self._block_size)
-        for token_ids in ([0] * num_tokens, [0]):
-            start = num_tokens - len(token_ids)
-            row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
+        context = self._model.config.max_position_embeddings
+        numbers = {min(number, context) for number in (max_tokens, *self._ops.linear_rows)}
+        end = max(numbers)
+        num_blocks = -(-end // self._block_size)
+        for number in sorted(numbers, reverse=True):
+            row = Row([0] * number, end - number, [0] * num_blocks, end, (Draw(_GREEDY, 0),))
             self.logits([row])
         self._ops.warm_up_sampler(self._model.config.vocab_size)
 

@@ -57,18 +57,13 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     @model_validator(mode="before")
     @classmethod
     def _find_demo(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Put the file of the model `demo` into the values. Only the backend cpu computes with its
-        quantized weights; other backends get them dequantized."""
+        """Put the file of the model `demo` into the values."""
         if str(values.get("model")) != DEMO:
             return values
         try:
             found = find_model(DEMO)
         except ModelNotFound as error:
             raise ValueError(str(error)) from None
-        is_on_cpu = str(values.get("device", "cpu")) == "cpu"
-        computes = is_on_cpu and values.get("backend", "auto") in ("auto", "cpu")
-        if values.get("quantize", "auto") == "auto" and not computes:
-            values = {**values, "quantize": "none"}
         name = values.get("model_name") or found.name
         return {**values, "model": found.directory, "model_name": name}
 

@@ -19,8 +19,6 @@ def check_quantize(settings: "WorkerSettings", config: ModelConfig) -> None:
     wanted = settings.quantize
     if wanted not in get_args(Quantization):
         return
-    if settings.kernels != "cpu":
-        raise StartupError(f"backend {settings.kernels!r} has no {wanted} kernels; 'cpu' has")
     stored = config.quantization.kind if config.quantization else None
     if stored is not None and stored != ("int4-64" if wanted == "int4" else wanted):
         raise StartupError(

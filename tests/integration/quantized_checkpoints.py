@@ -216,12 +216,14 @@ def dequantized(directory: Path, copy: Path, quantize: Quantization) -> Path:
     return copy
 
 
-def compare_answers(quantized: Path, twin: Path | Oracle, bound: float) -> None:
+def compare_answers(
+    quantized: Path, twin: Path | Oracle, bound: float, backend: str = "cpu"
+) -> None:
     """Decode some prompts with both. Logits differ by at most `bound`, as a share of their spread
     (root mean square over all). Tokens are equal where the oracle's margin exceeds four times the
     error of its logits."""
     oracle = Oracle(twin) if isinstance(twin, Path) else twin
-    recording = RecordingRunner(quantized, 16, num_blocks=64, dtype=torch.bfloat16)
+    recording = RecordingRunner(quantized, 16, 64, backend, torch.bfloat16)
     trials = [recording.place(random_prompt(length, seed=1)) for length in (1, 9, 40, 100)]
     recording.decode_all(trials, chunk=32)
     errors = []

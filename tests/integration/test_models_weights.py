@@ -237,8 +237,3 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(StartupError, match=r"neither model\.safetensors nor"):
         weights_digest(tmp_path)
-
-
-def test_only_the_native_backend_quantizes(checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match="'reference' has no int8 kernels; 'cpu' has"):
-        load_model(checkpoint, torch.float32, kvops.backend("reference"), quantize="int8")

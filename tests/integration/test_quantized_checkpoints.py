@@ -4,6 +4,7 @@ those of transformers with the twin, except for the rounding of activations and 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
+from kvops.grouped import GroupedWeight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from quire.supervisor.errors import ServeError
@@ -117,6 +119,15 @@ def test_answers_are_those_of_the_dequantized_weights(
 ) -> None:
     twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
     compare_answers(tmp_path / "quantized", twin, bound=0.02)
+
+
+@pytest.mark.parametrize("name", ["gptq-64-v2", "awq-128", "w4a16-32-asymmetric", "w8a8"])
+def test_composed_models_answer_with_the_dequantized_weights(
+    plain: Path, tmp_path: Path, name: str
+) -> None:
+    """As on a GPU, by the reference: its arithmetic is that of the kernels there."""
+    twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name], skip=("0.self_attn.k",))
+    compare_answers(tmp_path / "quantized", twin, bound=0.02, backend="reference")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
@@ -228,14 +239,34 @@ def test_fp8_can_be_quantized(plain: Path, tmp_path: Path) -> None:
     assert set(kinds(tmp_path / "quantized", "int8").values()) == {"int8"}
 
 
-def test_other_backends_read_only_what_becomes_floating_point(plain: Path, tmp_path: Path) -> None:
-    write_quantized(plain, tmp_path / "awq", awq(64))
-    assert load_error(tmp_path / "awq", backend="reference").endswith(
-        "backend 'reference' has no int4-64 kernels; "
-        "--quantize none serves the weights in floating point"
+def composed_kinds(directory: Path, **options: Any) -> list[str | None]:
+    """The kinds of qkv, gate and up, and the head, as a GPU gets them; None in floating point."""
+    ops = kvops.backend("reference")
+    model: Any = load_model(directory, torch.bfloat16, ops, device="meta", **options)
+    layer = model._layers[0]
+    weights = layer.qkv.weight, layer.gate_up.weight, model._head
+    for weight in weights:
+        if isinstance(weight, GroupedWeight):
+            weight.check(torch.device("meta"))
+    return [getattr(weight, "kind", None) for weight in weights]
+
+
+def test_composed_models_have_the_kinds_of_the_cpu(plain: Path, tmp_path: Path) -> None:
+    """Weights stay packed where the model computes. A fused linear takes the widest kind of its
+    parts."""
+    write_quantized(plain, tmp_path / "awq", awq(64), skip=("0.self_attn.k",))
+    assert composed_kinds(tmp_path / "awq") == [None, "int4-64", None]
+    assert composed_kinds(tmp_path / "awq", dequantize=True) == [None] * 3
+    assert composed_kinds(plain, quantize="int4") == ["int4-64", "int4-64", "int8"]
+
+
+def test_quantized_experts_are_refused_where_no_kernels_take_them(tmp_path: Path) -> None:
+    spec = CheckpointSpec("qwen3_moe", num_experts=4, experts_per_token=2)
+    experts = make_checkpoint(tmp_path / "experts", spec)
+    assert load_error(experts, "int8", backend="reference").endswith(
+        "backend 'reference' has no kernels for experts of int8; --quantize none serves the "
+        "weights in floating point"
     )
-    write_quantized(plain, tmp_path / "fp8", fp8_block())
-    load_model(tmp_path / "fp8", torch.bfloat16, kvops.backend("reference"))
 
 
 def test_codes_are_packed_as_they_are(plain: Path, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from kvops.native import (
     PackedLinear,
     aligned,
     emulated_kernels,
-    group_of,
     packed_bytes,
     usable_kernels,
 )
-from kvops.quantized import joined
+from kvops.quantized import group_of, joined
 
 ALL: tuple[Kind, ...] = ("int8", "int8-16", "int4-32", "int4-64", "int4-128")
 KINDS = pytest.mark.parametrize("kind", ALL)

@@ -16,10 +16,13 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from bench.gpu.experts import in_dtype, weights_of
 from kvops import AttentionShape, Backend
+from kvops.grouped import GroupedWeight, like
+from kvops.quantized import Kind
 from kvops.step import HeadNorms
 from kvops.triton import TritonKernels, attention
 from kvops.triton.experts import experts
 from kvops.triton.fusions import clear_begun_blocks
+from kvops.triton.linears import LINEAR_ROWS
 
 SHARED_BYTES = 99 * 1024
 """Shared memory of a block on capabilities 8.6 and 8.9, the smallest since 8.0."""
@@ -170,6 +173,50 @@ def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, sw
             assert not loads_that_loops_wait_for(kernel.asm["ptx"])
             # In fp32 tensor cores would round to tf32.
             assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)
+
+
+def of_zeros(kind: Kind, n: int, k: int) -> GroupedWeight:
+    zeros = {name: torch.zeros_like(t, device="cpu") for name, t in like(kind, n, k).items()}
+    return GroupedWeight(kind, k, **zeros)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("int4-128", torch.bfloat16),
+        ("int8", torch.bfloat16),
+        pytest.param("int4-32", torch.bfloat16, marks=pytest.mark.full),
+        pytest.param("int4-64", torch.float16, marks=pytest.mark.full),
+        pytest.param("int8-16", torch.bfloat16, marks=pytest.mark.full),
+    ],
+)
+def test_quantized_linears_compile(
+    capability: int, tmp_path: Path, kind: Kind, dtype: torch.dtype
+) -> None:
+    """Codes and scales are copied asynchronously, and unpacked in registers for tensor cores."""
+    weight = of_zeros(kind, 4096, 4096)
+    with compiling(capability, tmp_path) as compiled:
+        for num_rows in LINEAR_ROWS:
+            OPS.linear(torch.zeros(num_rows, 4096, dtype=dtype), weight)
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    names = [kernel.metadata.name for kernel in kernels]
+    assert sorted(names) == ["_add", "_multiply", "_multiply", "_unpack"]
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    for kernel in kernels:
+        if kernel.metadata.name == "_multiply":
+            assert not loads_that_loops_wait_for(kernel.asm["ptx"])
+            assert re.search(r"\b(mma|wgmma|tcgen05)\.", kernel.asm["ptx"])
+
+
+def test_quantized_linears_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:
+    """A worker compiles, before it serves, what it needs for any number of rows."""
+    weight, bias = of_zeros("int4-128", 6144, 4096), torch.zeros(6144).bfloat16()
+    with compiling(90, tmp_path) as compiled:
+        for num_rows in (*LINEAR_ROWS, 2, 8, 15, 16, 32, 33, 64, 100, 256, 300):
+            OPS.linear(torch.zeros(num_rows, 4096).bfloat16(), weight, bias)
+            if num_rows == LINEAR_ROWS[-1]:
+                warm = set(map(id, compiled))
+    assert set(map(id, compiled)) == warm
 
 
 def test_all_other_kernels_compile(capability: int, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from bench.gpu.experts import in_dtype, randn, weights_of
 from bench.gpu.paged import Geometry, attend, paged_batch
 from kvops import Backend
 from kvops.experts import ExpertWeights
-from kvops.triton import attention
+from kvops.grouped import pack
+from kvops.quantized import Kind
+from kvops.triton import attention, linears
 from kvops.triton.experts import experts
 
 from . import flash_stand_in
@@ -186,6 +188,45 @@ def test_experts_give_a_row_the_same_bits_in_every_batch(ops: Backend) -> None:
     for row in (0, 7, 149):
         part = slice(row, row + 1)
         assert torch.equal(experts(x[part], weights, chosen[part], shares[part]), together[part])
+
+
+# Quantized linears. A tile has 64 outputs, and a program at least four chunks of 128 inputs.
+
+KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16")
+LINEARS = {
+    "one row, padded inputs": (1, 70, 200),
+    "sums of splits": (3, 64, 1100),
+    "two tiles of rows": (70, 130, 160),
+    "unpacked for a prompt": (linears.BOUNDS[-1] + 1, 70, 200),
+    "no rows": (0, 64, 128),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "n", "k"), LINEARS.values(), ids=LINEARS.keys())
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_linears(
+    ops: Backend,
+    reference: Backend,
+    kind: Kind,
+    num_rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+) -> None:
+    weight = pack(kind, [randn(n, k) * k**-0.5])
+    x, bias = randn(num_rows, k).to(dtype), randn(n).to(dtype)
+    rtol, atol = TOLERANCE[dtype]
+    for one in (bias, None):
+        found, expected = ops.linear(x, weight, one), reference.linear(x, weight, one)
+        torch.testing.assert_close(found, expected, rtol=2 * rtol, atol=2 * atol)
+
+
+def test_quantized_linears_give_a_row_the_same_bits_beside_any_others(ops: Backend) -> None:
+    """Up to 16 rows, 64 and 256."""
+    weight, x = pack("int4-32", [randn(64, 2500)]), randn(100, 2500)
+    for low, high in ((1, 16), (17, 64), (65, 100)):
+        assert torch.equal(ops.linear(x[:low], weight), ops.linear(x[:high], weight)[:low])
 
 
 @pytest.mark.parametrize("num_heads", [20, 71])

@@ -128,6 +128,17 @@ LEAST = {
 """The least share of likeliest tokens, by the type of a file and by `--quantize`."""
 
 
+def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(models: dict[str, RealModel]) -> None:
+    """The reference has the arithmetic of the kernels. A bf16 residual stream costs more than on a
+    CPU, whatever the weights."""
+    comparison = Comparison(models["smollm2"], 1)
+    plain = comparison.quality(backend="reference", dequantize=True)
+    found = comparison.quality(backend="reference")
+    print(f"\nQ4_1 on a GPU: {found}, in bf16: {plain}")
+    assert found.same >= 0.97
+    assert found.change < plain.change + 0.005
+
+
 @pytest.mark.timeout(1200)
 def test_the_likeliest_tokens_are_those_of_the_files_weights(
     file: tuple[str, Comparison], num_texts: int

@@ -10,10 +10,11 @@ from torch import Tensor
 from kvops.copying import CudaStream, StagedCopies, copy_between
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
+from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall, AttentionShape, HeadsCall
-from kvops.triton import attention, experts, fusions, heads, sampling
+from kvops.triton import attention, experts, fusions, heads, linears, sampling
 
 NUMERICS = "2"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
@@ -28,6 +29,7 @@ class TritonKernels(Kernels):
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     has_sampler = True
     has_sinks = True
+    linear_rows = linears.LINEAR_ROWS
 
     def numerics(self) -> dict[str, str]:
         """`cuda` is the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
@@ -67,8 +69,10 @@ class TritonKernels(Kernels):
         sources, targets = pairs.long().unbind(dim=1)
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computed by PyTorch with cuBLAS."""
+    def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor:
+        """Computed by PyTorch with cuBLAS if the weights are in floating point."""
+        if isinstance(weight, GroupedWeight):
+            return linears.linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.experts import ExpertWeights
+from kvops.grouped import GroupedWeight
 from kvops.step import HeadNorms
 from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
@@ -26,7 +27,7 @@ from services.model.structured.mask import Mask
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    weight: Tensor
+    weight: Tensor | GroupedWeight
     bias: Tensor | None
 
 
@@ -74,7 +75,7 @@ class ComposedModel:
         embedding: Tensor,
         layers: tuple[Layer, ...],
         final_norm: Tensor,
-        head: Tensor,
+        head: Tensor | GroupedWeight,
         weights_digest: str,
     ) -> None:
         self.config = config

@@ -1,7 +1,8 @@
 """Loads a model from a checkpoint directory."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,20 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.experts import ExpertWeights
+from kvops.grouped import GroupedWeight, like, pack
+from kvops.quantized import Kind, group_of
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.dequantized import DequantizedWeights
-from services.engine.weights.fused_weights import Section, layer_sections
+from services.engine.weights.fused_weights import (
+    Section,
+    all_sections,
+    expert_sections,
+    layer_sections,
+)
+from services.engine.weights.kinds import packable, section_kinds
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import Placement, SharedWeights, private
 from services.engine.weights.sharded import ShardedWeights
@@ -26,7 +35,6 @@ from services.model.checkpoint.shards import shards
 from services.model.config.layout import (
     EMBEDDING,
     FINAL_NORM,
-    HEAD,
     expert_linears,
     layer_prefix,
     norm_places,
@@ -69,15 +77,14 @@ def load_model(
         return load_fused(
             *(directory, config, weights, dtype, quantize, backend.native, cache, progress)
         )
-    if quantize:
-        raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
     weights = _weights(directory, config, dtype, dequantize)
+    kinds = section_kinds(list(all_sections(config)), weights, dtype, quantize)
     digest = weights_digest(directory, progress)
 
     def load(place: Placement) -> ComposedModel:
-        return _composed(directory, config, weights, digest, backend, place)
+        return _composed(directory, config, weights, digest, backend, place, kinds)
 
-    return _placed(load, f"{digest} {config}", dtype, device, shared)
+    return _placed(load, f"{digest} {config} {kinds}", dtype, device, shared)
 
 
 def _weights(directory: Path, config: ModelConfig, dtype: torch.dtype, dequantize: bool) -> Weights:
@@ -103,7 +110,7 @@ def load_shard(
     digest = weights_digest(directory, progress) if shared or rank == 0 else ""
 
     def load(place: Placement) -> ComposedModel:
-        model = _composed(directory, shard.own_config, weights, digest, backend, place)
+        model = _composed(directory, shard.own_config, weights, digest, backend, place, {})
         model.shard = shard
         return model
 
@@ -130,17 +137,20 @@ def _composed(
     digest: str,
     backend: Backend,
     place: Placement,
+    kinds: Mapping[str, Kind],
 ) -> ComposedModel:
+    """`kinds` are those of the sections; a section without one is in floating point."""
     embedding = place(lambda: [weights.tensors[EMBEDDING]])
-    parts = _Parts(directory, config, weights, backend.name, place, embedding.device)
-    head = HEAD.removesuffix(".weight")
+    parts = _Parts(directory, config, weights, backend.name, place, embedding.device, kinds)
+    *_, head = all_sections(config)
+    is_shared = config.tied_embeddings and not parts.group(head)
     return ComposedModel(
         config=config,
         ops=backend,
         embedding=embedding,
         layers=tuple(parts.layer(number) for number in range(config.num_layers)),
         final_norm=parts.norm(FINAL_NORM.removesuffix(".weight")),
-        head=embedding if config.tied_embeddings else place(lambda: [parts.matrix(head)]),
+        head=embedding if is_shared else parts.weight(head),
         weights_digest=digest,
     )
 
@@ -155,6 +165,7 @@ class _Parts:
     backend: str
     place: Placement
     device: torch.device
+    kinds: Mapping[str, Kind]
 
     def layer(self, number: int) -> Layer:
         config, prefix = self.config, layer_prefix(number)
@@ -163,8 +174,8 @@ class _Parts:
             for at, name in norm_places(config.family).items()
         }
         linears = {
-            name: self._linear(replace(section, turn=0))
-            for name, section in layer_sections(config, number).items()
+            name: self._linear(section)
+            for name, section in layer_sections(config, number, turn=0).items()
         }
         sinks = self.weights.tensors.get(f"{prefix}.self_attn.sinks")
         parts: dict[str, Any] = {**norms, **linears}
@@ -185,18 +196,33 @@ class _Parts:
     def _in_fp32(self, weight: Tensor | None) -> Tensor | None:
         return None if weight is None else weight.to(self.device, torch.float32)
 
-    def matrix(self, name: str) -> Tensor:
+    def group(self, section: Section) -> int:
+        """The number of inputs that share a scale, or 0 for weights in floating point."""
+        kind = self.kinds.get(section.name)
+        return group_of(kind) if kind else 0
+
+    def weight(self, section: Section) -> Tensor | GroupedWeight:
+        if not self.group(section):
+            return self.place(lambda: [self._matrix(source) for source in section.sources])
+        kind, num_inputs = self.kinds[section.name], section.num_inputs
+
+        @cache
+        def packed() -> GroupedWeight:
+            parts = [self.weights.linear(source) for source in section.sources]
+            return pack(kind, packable(kind, parts))
+
+        tensors = {
+            name: self.place(partial(lambda name: [getattr(packed(), name)], name), wanted)
+            for name, wanted in like(kind, section.num_outputs, num_inputs).items()
+        }
+        return GroupedWeight(kind, num_inputs, **tensors)
+
+    def _matrix(self, name: str) -> Tensor:
         weight = self.weights.linear(name)
-        if not isinstance(weight, Tensor):
-            form = self.weights.form(name)
-            raise StartupError(
-                f"{self.directory}: backend {self.backend!r} has no {form} kernels; "
-                "--quantize none serves the weights in floating point"
-            )
-        return weight
+        return weight if isinstance(weight, Tensor) else weight.dequantized()
 
     def _linear(self, section: Section) -> Linear:
-        weight = self.place(lambda: [self.matrix(source) for source in section.sources])
+        weight = self.weight(section)
         bias = section.bias(self.weights.tensors)
         return Linear(weight, None if bias is None else self.place(lambda: [bias]))
 
@@ -204,9 +230,18 @@ class _Parts:
         names, c = expert_linears(self.config, number), self.config.experts
         if names is None or c is None:
             return None
+        sections = expert_sections(self.config, number)
+        assert sections is not None
+        for section in (*sections.gate_up, *sections.down):
+            if self.group(section):
+                raise StartupError(
+                    f"{self.directory}: backend {self.backend!r} has no kernels for experts of "
+                    f"{self.kinds[section.name]}; --quantize none serves the weights in floating "
+                    "point"
+                )
         pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
-        gate_up = self.place(lambda: [self.matrix(name) for name in pairs])
-        down = self.place(lambda: [self.matrix(name) for name in names.down])
+        gate_up = self.place(lambda: [self._matrix(name) for name in pairs])
+        down = self.place(lambda: [self._matrix(name) for name in names.down])
         router = self._in_fp32(self.weights.tensors[f"{names.router}.weight"])
         assert router is not None
         return ExpertWeights(

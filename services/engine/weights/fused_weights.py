@@ -40,11 +40,12 @@ class Section:
         return joined(parts, self.turn)
 
 
-def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
-    """The linears of a layer, by the names that the native decoder gives them, without experts."""
+def layer_sections(config: ModelConfig, layer: int, turn: int = COLUMNS) -> dict[str, Section]:
+    """The linears of a layer, by the names that decoders give them, without experts. `turn` is that
+    of gate and up."""
     prefix, hidden = layer_prefix(layer), config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    wide = _padded(config.intermediate_size)
+    wide = -(-config.intermediate_size // max(1, turn)) * max(1, turn)
 
     def section(name: str, sources: str, outputs: int, inputs: int, turn: int = 0) -> Section:
         names = tuple(f"{prefix}.{source}" for source in sources.split())
@@ -58,7 +59,7 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
     if expert_linears(config, layer) is not None:
         return sections
     return sections | {
-        "gate_up": section("gate_up", pair, 2 * wide, hidden, COLUMNS),
+        "gate_up": section("gate_up", pair, 2 * wide, hidden, turn),
         "down": section("down", "mlp.down_proj", hidden, config.intermediate_size),
     }
 

@@ -1,4 +1,4 @@
-"""Chooses the kind of each linear of the native decoder, from what the checkpoint stores and from
+"""Chooses the kind of each linear, from what the checkpoint stores and from
 `--quantize`, and converts the checkpoint's weights to it."""
 
 from collections.abc import Collection, Iterable, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from kvops.native import Kind, group_of
+from kvops.quantized import Kind, group_of
 from services.engine.weights.fused_weights import HEAD_SECTION, Section
 from services.engine.weights.weights import Form, Weight, Weights
 from services.model.config.quantization import Quantization, StoredKind

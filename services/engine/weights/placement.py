@@ -1,7 +1,7 @@
 """Where the tensors of a composed model are: in memory of this process, or packed into one
 allocation of a GPU that all workers on it map (`services.pool.kept_weights`).
 
-    | length of the text | text: the shapes, in order | pad | tensor | pad | tensor | ...
+    | length of the text | text: dtypes and shapes, in order | pad | tensor | pad | tensor | ...
 
 A loader asks for its tensors in an order that depends on the checkpoint alone. So a tensor has no
 name here: it is the next one.
@@ -24,7 +24,7 @@ from services.pool.keeper import KeptMemory
 from services.pool.kept_weights import WeightsClaim, WeightsKey
 from services.runtime.errors import StartupError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _ALIGNMENT = 256  # bytes, more than any kernel asks for
 _LENGTH_BYTES = 8
 
@@ -33,17 +33,19 @@ M = TypeVar("M")
 
 
 class Placement(Protocol):
-    def __call__(self, parts: Parts) -> Tensor:
-        """The next tensor, on the model's device and in its dtype: the parts, one after another.
-        `parts` is not called where the values are there already."""
+    def __call__(self, parts: Parts, like: Tensor | None = None) -> Tensor:
+        """The next tensor, on the model's device: the parts, one after another, in the model's
+        dtype or as `like`, a tensor without values. `parts` is not called where the values are
+        there already, nor for their shapes if there is `like`."""
         ...
 
 
 def private(device: str, dtype: torch.dtype) -> Placement:
     """Each tensor in memory of its own."""
 
-    def place(parts: Parts) -> Tensor:
-        placed = [part.to(device, dtype) for part in parts()]
+    def place(parts: Parts, like: Tensor | None = None) -> Tensor:
+        wanted = dtype if like is None else like.dtype
+        placed = [part.to(device, wanted) for part in parts()]
         return placed[0] if len(placed) == 1 else torch.cat(placed)
 
     return place
@@ -90,7 +92,7 @@ class SharedWeights:
                 self.counted = max(0, self._measure() - before)
             except DriverError as error:
                 raise StartupError(f"no memory for shared weights: {error}") from error
-            model = load(_Packed(memory.tensor(), dtype).take)
+            model = load(_Packed(memory.tensor()).take)
             undo.pop_all()
         self.kept = kept
         return model
@@ -105,7 +107,7 @@ class SharedWeights:
             values[: len(shapes.head)] = torch.from_numpy(
                 np.frombuffer(shapes.head, np.uint8).copy()
             )
-            load(_Packed(values, dtype).fill)
+            load(_Packed(values).fill)
             if values.is_cuda:
                 torch.cuda.synchronize(values.device)
         except BaseException:
@@ -115,47 +117,51 @@ class SharedWeights:
 
 
 class _Shapes:
-    """Records the shapes of all tensors, without their values."""
+    """Records the dtypes and shapes of all tensors, without their values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._shapes: list[list[int]] = []
+        self._placed: list[Tensor] = []
 
-    def record(self, parts: Parts) -> Tensor:
-        placed = torch.cat([torch.empty(part.shape, device="meta") for part in parts()])
-        self._shapes.append(list(placed.shape))
-        return placed.to(self._dtype)
+    def record(self, parts: Parts, like: Tensor | None = None) -> Tensor:
+        if like is None:
+            joined = torch.cat([torch.empty(part.shape, device="meta") for part in parts()])
+            like = joined.to(self._dtype)
+        self._placed.append(like)
+        return like
 
     @property
     def head(self) -> bytes:
-        text = json.dumps(self._shapes).encode()
+        names = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in self._placed]
+        text = json.dumps(names).encode()
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     @property
     def num_bytes(self) -> int:
-        sizes = (_padded(math.prod(shape) * self._dtype.itemsize) for shape in self._shapes)
+        sizes = (_padded(one.nbytes) for one in self._placed)
         return _padded(len(self.head)) + sum(sizes)
 
 
 class _Packed:
     """Takes the tensors of packed memory one after another, as views."""
 
-    def __init__(self, memory: Tensor, dtype: torch.dtype) -> None:
-        self._memory, self._dtype = memory, dtype
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
         length = int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
         end = _LENGTH_BYTES + length
         self._shapes = iter(json.loads(bytes(memory[_LENGTH_BYTES:end].tolist())))
         self._begin = _padded(end)
 
-    def take(self, parts: Parts) -> Tensor:
-        shape = next(self._shapes)
-        end = self._begin + math.prod(shape) * self._dtype.itemsize
-        view = self._memory[self._begin : end].view(self._dtype).view(shape)
+    def take(self, parts: Parts, like: Tensor | None = None) -> Tensor:
+        name, shape = next(self._shapes)
+        dtype: torch.dtype = getattr(torch, name)
+        end = self._begin + math.prod(shape) * dtype.itemsize
+        view = self._memory[self._begin : end].view(dtype).view(shape)
         self._begin = _padded(end)
         return view
 
-    def fill(self, parts: Parts) -> Tensor:
-        placed = self.take(parts)
+    def fill(self, parts: Parts, like: Tensor | None = None) -> Tensor:
+        placed = self.take(parts, like)
         begin = 0
         for part in parts():
             placed[begin : begin + len(part)] = part

@@ -17,10 +17,12 @@ from torch import Tensor
 import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
+from kvops.grouped import GroupedWeight
 from services.block_manager.gpu.keeper import Keeper
 from services.engine.models import Model, load_model
 from services.engine.weights import placement
 from services.engine.weights.placement import SharedWeights
+from services.model.config.quantization import Quantization
 from services.pool import kept_weights
 from services.pool.keeper import KeptMemory
 from services.runtime.errors import StartupError
@@ -37,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-New = Callable[[], "Worker"]
+New = Callable[..., "Worker"]
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def new(tmp_path: Path, checkpoint: Path) -> Iterator[New]:
     """Makes workers, whose registrations end with the test."""
     workers: list[Worker] = []
 
-    def new() -> Worker:
-        workers.append(Worker(tmp_path, checkpoint))
+    def new(quantize: Quantization | None = None) -> Worker:
+        workers.append(Worker(tmp_path, checkpoint, quantize))
         return workers[-1]
 
     yield new
@@ -62,16 +64,18 @@ class Stopped(Exception):
 class Worker:
     """Loads shared weights in a thread, as a worker does."""
 
-    def __init__(self, root: Path, checkpoint: Path) -> None:
+    def __init__(self, root: Path, checkpoint: Path, quantize: Quantization | None = None) -> None:
         self.shared = SharedWeights(MemfdDriver(0), root, lambda: None)
-        self._checkpoint = checkpoint
+        self._checkpoint, self._quantize = checkpoint, quantize
 
     async def load(self) -> Model:
         return await asyncio.to_thread(self._load)
 
     def _load(self) -> Model:
         ops = kvops.backend("reference")
-        return load_model(self._checkpoint, torch.float32, ops, shared=self.shared)
+        return load_model(
+            *(self._checkpoint, torch.float32, ops), quantize=self._quantize, shared=self.shared
+        )
 
     @property
     def kept(self) -> KeptMemory:
@@ -84,24 +88,32 @@ class Worker:
 
 
 def tensors(model: Model) -> list[Tensor]:
-    seen = (model._embedding, model._final_norm, model._head)  # type: ignore[attr-defined]
-    layers = model._layers  # type: ignore[attr-defined]
-    return [
-        *seen,
-        *(layer.qkv.weight for layer in layers),
-        *(layer.down.weight for layer in layers),
-    ]
+    seen = [model._embedding, model._final_norm, model._head]  # type: ignore[attr-defined]
+    for layer in model._layers:  # type: ignore[attr-defined]
+        seen += [layer.qkv.weight, layer.down.weight]
+    found: list[Tensor] = []
+    for one in seen:
+        is_packed = isinstance(one, GroupedWeight)
+        found += [one.codes, one.scales, one.outputs] if is_packed else [one]
+    return found
 
 
+@pytest.mark.parametrize("quantize", [None, "int4"])
 async def test_all_workers_have_the_first_ones_weights(
-    keeper: Keeper, new: New, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    keeper: Keeper,
+    new: New,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantize: Quantization | None,
 ) -> None:
-    """They equal a copy of the worker's own, and the second worker reads no file."""
-    alone = load_model(checkpoint, torch.float32, kvops.backend("reference"))
-    first = new()
+    """They equal a copy of the worker's own, and the second worker reads no file. Weights that
+    compute otherwise are in other memory."""
+    alone = load_model(checkpoint, torch.float32, kvops.backend("reference"), quantize=quantize)
+    await new("int8" if quantize else None).load()
+    first = new(quantize)
     of_first = await first.load()
     monkeypatch.setattr(placement._Packed, "fill", None)
-    second = new()
+    second = new(quantize)
     of_second = await second.load()
     assert first.inode == second.inode
     for own, one, other in zip(*map(tensors, (alone, of_first, of_second)), strict=True):
@@ -148,7 +160,7 @@ from pathlib import Path
 from services.engine.weights.placement import _Packed
 from tests.integration.pool.test_shared_weights import Worker
 
-def fill(packed, parts):
+def fill(packed, parts, like=None):
     print("filling", flush=True)
     time.sleep(3600)
 

@@ -47,15 +47,6 @@ def test_a_worker_finds_the_demo_model_by_its_word(
     assert settings.quantize == "auto"
 
 
-@pytest.mark.parametrize(("name", "value"), [("DEVICE", "cuda:0"), ("BACKEND", "reference")])
-def test_the_demo_model_is_dequantized_where_no_kernels_take_its_weights(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv("QUIRE_PREFILL_MODEL", "demo")
-    monkeypatch.setenv(f"QUIRE_PREFILL_{name}", value)
-    assert PrefillSettings.model_validate({}).quantize == "none"
-
-
 def test_what_is_set_for_the_demo_model_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MODEL", "demo"), ("MODEL_NAME", "small"), ("QUANTIZE", "int8")):
         monkeypatch.setenv(f"QUIRE_PREFILL_{name}", value)

@@ -36,11 +36,6 @@ def test_checkpoint_is_not_quantized_again_to_another_kind() -> None:
         check_quantize(settings(quantize="int8"), config("int4-32"))
 
 
-def test_only_the_cpu_kernels_quantize() -> None:
-    with pytest.raises(StartupError, match="backend 'triton' has no int4 kernels"):
-        check_quantize(settings(quantize="int4", kernels="triton"), config())
-
-
 @pytest.mark.parametrize(
     ("changes", "fewest_bytes"),
     [({}, 4 * 368_640), ({"kv_dtype": "int8"}, 4 * 195_840), ({"dtype": "float32"}, 4 * 737_280)],

@@ -1,0 +1,118 @@
+"""Linears with quantized weights against the reference, their bits in batches and in CUDA graphs,
+and their speed beside a copy and beside cuBLAS in bf16."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import kvops
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits, worst
+from bench.gpu.experts import randn
+from bench.gpu.speed import copy_rate
+from kvops import Backend
+from kvops.grouped import GroupedWeight, like, pack
+from kvops.quantized import Kind
+
+KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16")
+SHAPES = ((520, 2200), (64, 4096))
+NUM_ROWS = (1, 16, 40, 200, 300)
+SLACK = 4.0
+"""A sum in another order has a larger error than a tolerance for rounding."""
+QWEN3_8B = ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288))
+"""Outputs and inputs of the linears of a layer."""
+MIN_COPY_SHARE = 0.5
+"""Of the bytes per second of a copy, at which one row reads the weights."""
+MAX_PROMPT_TIME = 1.5
+"""Of cuBLAS's time with weights in bf16, for 2,048 rows."""
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    ops, reference = kvops.backend("triton"), kvops.backend("reference")
+    for kind in machine.pick(KINDS, KINDS[::2]):
+        yield f"{kind} equals the reference", partial(_equals, machine, ops, reference, kind)
+    yield "same bits beside any rows of a class", lambda: _invariance(machine, ops)
+    yield "same bits in a CUDA graph", lambda: _graph(machine, ops)
+    for kind in ("int4-128", "int8"):
+        yield f"speed of a layer of Qwen3-8B's shape, {kind}", partial(_speed, machine, ops, kind)
+
+
+def moved(weight: GroupedWeight, device: str) -> GroupedWeight:
+    names = ("codes", "scales", "outputs")
+    return replace(weight, **{name: getattr(weight, name).to(device) for name in names})
+
+
+def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> Passed:
+    shares = []
+    for n, k in machine.pick(SHAPES, ((70, 200),)):
+        weight = pack(kind, [randn(n, k) * k**-0.5])
+        there, bias = moved(weight, machine.device), randn(n, seed=1)
+        for dtype in machine.pick([torch.bfloat16, torch.float16, torch.float32], [machine.half]):
+            for num_rows in machine.pick(NUM_ROWS, (3, 257)):
+                x = randn(num_rows, k, seed=num_rows).to(dtype)
+                arguments = x.to(machine.device), there, bias.to(machine.device, dtype)
+                expected = reference.linear(x, weight, bias.to(dtype))
+                shares.append(compare(ops.linear(*arguments), expected, SLACK))
+    return worst(shares, f"{len(shares)} batches")
+
+
+def _example(machine: Machine, num_rows: int) -> tuple[Tensor, GroupedWeight]:
+    n, k = machine.pick((4096, 4096), (64, 1100))
+    weight = pack("int4-128", [randn(n, k) * k**-0.5])
+    x = randn(num_rows, k).to(machine.device, machine.half)
+    return x, moved(weight, machine.device)
+
+
+def _random(kind: Kind, n: int, k: int, device: str) -> GroupedWeight:
+    tensors = {
+        name: torch.randint(127, one.shape, device=device).to(one.dtype)
+        for name, one in like(kind, n, k).items()
+    }
+    return GroupedWeight(kind, k, **tensors)
+
+
+def _invariance(machine: Machine, ops: Backend) -> Passed:
+    x, weight = _example(machine, machine.pick(256, 20))
+    for low, high in machine.pick(((1, 16), (17, 64), (65, 256)), ((1, 16), (17, 20))):
+        alone, together = (ops.linear(x[:number], weight) for number in (low, high))
+        same_bits(alone, together[:low], f"{low} of {high} rows")
+    return Passed("up to 16, 64 and 256 rows")
+
+
+def _graph(machine: Machine, ops: Backend) -> Passed:
+    if machine.dry_run:
+        raise Skipped("CUDA graphs run on a GPU only")
+    for num_rows in (1, 40):
+        x, weight = _example(machine, num_rows)
+        ops.linear(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ops.linear(x, weight)
+        x.copy_(x.flip(0) * 2)
+        graph.replay()
+        same_bits(out, ops.linear(x, weight), f"{num_rows} rows")
+    return Passed("1 and 40 rows")
+
+
+def _speed(machine: Machine, ops: Backend, kind: Kind) -> Passed:
+    """Of the four linears together, with random codes."""
+    copied, seconds, num_bytes = copy_rate(machine), dict[str, float](), 0
+    for n, k in machine.pick(QWEN3_8B, ((64, 256),)):
+        weight = _random(kind, n, k, machine.device)
+        num_bytes += weight.codes.nbytes + weight.scales.nbytes
+        plain = torch.zeros(n, k, dtype=machine.half, device=machine.device)
+        for num_rows in machine.pick((1, 16, 64, 256, 2048), (1, 257)):
+            x = randn(num_rows, k).to(machine.device, machine.half)
+            for name, one in ((f"{num_rows}", weight), (f"{num_rows} in 16 bits", plain)):
+                spent = machine.seconds(partial(ops.linear, x, one))
+                seconds[name] = seconds.get(name, 0.0) + spent
+    share = num_bytes / seconds["1"] / copied
+    text = ", ".join(f"{name} {value * 1e6:,.0f} us" for name, value in seconds.items())
+    text = f"rows {text}; 1 row reads at {share:.0%} of a copy's rate"
+    if not machine.dry_run and share < MIN_COPY_SHARE:
+        raise Failed(f"{text}; wanted {MIN_COPY_SHARE:.0%}")
+    if not machine.dry_run and seconds["2048"] > MAX_PROMPT_TIME * seconds["2048 in 16 bits"]:
+        raise Failed(f"{text}; wanted {MAX_PROMPT_TIME} times 16 bits' time for 2,048 rows")
+    return Passed(text, {**seconds, "share": share})

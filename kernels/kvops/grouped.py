@@ -1,0 +1,120 @@
+"""Quantized weights as the kernels of GPUs read them.
+
+Inputs come in chunks of 128; zeros follow the last input. A byte has a code, or two of four bits:
+of inputs i and i + `width`. So the bytes of a tile have the codes of two runs of neighbouring
+inputs, and each run is in one group:
+
+    groups of 128   | 0, 64 | 1, 65 | ... | 63, 127 |
+    groups of 32    | 0, 32 | 1, 33 | ... | 31, 63 | 64, 96 | ... | 95, 127 |
+
+weight = scale of the output * scale of the group * (code - zero point)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvops import int4, int8
+from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
+from kvops.quantized import Kind, group_of, output_scales, padded, with_tensors
+
+CHUNK = 128
+
+Form = Literal["int4", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """Quantized weights [N, K] of one linear."""
+
+    kind: Kind
+    num_inputs: int
+    codes: Tensor
+    """uint8 [N, bytes of an output]. Codes of eight bits have the zero point 128."""
+    scales: Tensor
+    """int32 [groups, N]: the bits of an fp32 scale, or for codes of four bits those of an fp16
+    scale below those of an fp16 zero point."""
+    outputs: Tensor
+    """The scale of each output, fp32 [N]."""
+
+    @property
+    def group(self) -> int:
+        return group_of(self.kind)
+
+    @property
+    def form(self) -> Form:
+        return "int4" if self.kind.startswith("int4") else "int8"
+
+    @property
+    def width(self) -> int:
+        """The number of neighbouring bytes of an output that have codes of one group, or of two
+        groups for codes of four bits."""
+        return min(self.group, CHUNK // 2) if self.form == "int4" else self.group
+
+    def check(self, device: torch.device) -> None:
+        """Raises ValueError if the tensors are on another device, or do not fit together."""
+        for name, wanted in like(self.kind, len(self.codes), self.num_inputs).items():
+            found = getattr(self, name)
+            if (found.shape, found.dtype, found.device) != (wanted.shape, wanted.dtype, device):
+                raise ValueError(f"{name}: {found.dtype} {list(found.shape)} on {found.device}")
+
+    def relative(self) -> Tensor:
+        """The weights [N, K] without the outputs' scales, fp32."""
+        n = len(self.codes)
+        words = self.scales.T.contiguous().view(n, -1, 1)
+        if self.form == "int4":
+            runs = self.codes.view(n, -1, 1, self.width)
+            codes = torch.cat([runs & 15, runs >> 4], dim=2)
+            scales, zeros = words.view(torch.float16).float().chunk(2, dim=2)
+        else:
+            codes, scales, zeros = self.codes, words.view(torch.float32), torch.tensor(128.0)
+        weights: Tensor = (codes.reshape(n, -1, self.group) - zeros) * scales
+        return weights.view(n, -1)[:, : self.num_inputs]
+
+
+def as_kind(
+    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight]
+) -> list[Int4Weight | Int8Weight]:
+    """The weights quantized as `kind` says, those in floating point by rounding. Raises ValueError
+    if weights are quantized in another way."""
+    group = group_of(kind)
+    bits, form = (int8, Int8Weight) if kind.startswith("int8") else (int4, Int4Weight)
+    quantized = [bits.quantize(w, group) if isinstance(w, Tensor) else w for w in weights]
+    fitting = [w for w in quantized if isinstance(w, form) and w.group == group]
+    if len(fitting) < len(weights):
+        raise ValueError(f"weights that are quantized in another way are not packed as {kind}")
+    return fitting
+
+
+def pack(kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight]) -> GroupedWeight:
+    """Join weights [n_i, K] along their outputs. Raises ValueError as `as_kind` does."""
+    parts = as_kind(kind, weights)
+    whole = with_tensors(parts[0], lambda name: torch.cat([getattr(part, name) for part in parts]))
+    (n, k), group = whole.codes.shape, whole.group
+    inputs = -(-k // CHUNK) * CHUNK
+    codes = padded(whole.codes, n, inputs)
+    outputs = output_scales(whole.scales)
+    scales = padded(whole.scales / outputs[:, None], n, inputs // group)
+    if isinstance(whole, Int4Weight):
+        runs = codes.view(n, -1, 2, min(group, CHUNK // 2))
+        codes = (runs[:, :, 0] | runs[:, :, 1] << 4).view(n, -1)
+        pairs = torch.stack([scales, padded(whole.zeros, n, inputs // group)], dim=2)
+        words = pairs.half().view(torch.int32).squeeze(2)
+    else:
+        codes, words = codes.view(torch.uint8) ^ 128, scales.view(torch.int32)
+    return GroupedWeight(kind, k, codes, words.T.contiguous(), outputs)
+
+
+def like(kind: Kind, n: int, k: int) -> dict[str, Tensor]:
+    """Tensors on no device, with the shapes and dtypes of a `GroupedWeight`'s."""
+    inputs = -(-k // CHUNK) * CHUNK
+    num_bytes = inputs // 2 if kind.startswith("int4") else inputs
+    return {
+        "codes": torch.empty(n, num_bytes, dtype=torch.uint8, device="meta"),
+        "scales": torch.empty(inputs // group_of(kind), n, dtype=torch.int32, device="meta"),
+        "outputs": torch.empty(n, device="meta"),
+    }
