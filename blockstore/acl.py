@@ -13,7 +13,7 @@ COMMANDS = {
     "nodes of a cluster": ("cluster|myid", "cluster|slots"),
     "the library": ("function|load", "function|list", "fcall", "fcall_ro"),
     "announcements of room": ("ssubscribe", "sunsubscribe", "spublish"),
-    "strings": ("set", "mget", "del", "unlink", "exists"),
+    "strings and keys": ("set", "mget", "del", "unlink", "exists", "expire"),
     "hashes": (
         *("hget", "hmget", "hgetall", "hkeys", "hlen", "hexists"),
         *("hset", "hsetnx", "hdel", "hincrby"),

@@ -15,6 +15,7 @@ class MemoryRegistry:
         self._members: dict[str, tuple[Member, float]] = {}  # id -> (member, gone at)
         self._last_arrival = 0
         self._adapters: dict[str, str] = {}
+        self._usage: dict[int, dict[str, str]] = {}
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         self._members[member.member_id] = (member, self._clock() + ttl_s)
@@ -39,6 +40,12 @@ class MemoryRegistry:
 
     async def remove_adapter(self, name: str) -> None:
         self._adapters.pop(name, None)
+
+    async def set_usage(self, minute: int, source: str, entry: str) -> None:
+        self._usage.setdefault(minute, {})[source] = entry
+
+    async def usage(self, first: int, last: int) -> list[dict[str, str]]:
+        return [self._usage.get(minute, {}) for minute in range(first, last + 1)]
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -187,6 +187,17 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A tenant's use of a pool (`blockstore.memory.shares`)."""
+
+    tenant: str
+    num_blocks: int
+    """The blocks that it uses now."""
+    block_ms: int = field(compare=False)
+    """Blocks times milliseconds since the ledger was made."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """Counters of a pool, read in O(1). num_free + num_cached + num_held == spec.num_blocks, except
     while the pool is recovering: then num_free counts only free blocks that are accounted for."""
@@ -213,6 +224,11 @@ class PoolStats:
     """The number of blocks from 0 up that have to be accounted for before the pool is reopened."""
     num_retained: int = 0
     """The number of prefix hashes that are retained, whether a block has them or not."""
+    made_ms: int = field(default=0, compare=False)
+    """The server's clock when the ledger was made; 0 if it is not known."""
+    shares: tuple[Share, ...] = ()
+    """The shares of all tenants that used blocks, by name; nothing in a pool with functions of the
+    version before."""
 
 
 @dataclass(frozen=True, slots=True)

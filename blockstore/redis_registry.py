@@ -6,6 +6,7 @@
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: 1 more than the server's clock in
                                 ms, or than the arrival before
 {quire}:adapters        HASH    name of a LoRA adapter -> a signature as above, a space, the entry
+{quire}:usage:<minute>  HASH    source -> what it counted until then; expires after a day
 
 All keys have one hash tag, so that one node of a cluster has them.
 A server may lose all this: members announce themselves again, and the server's clock is later than
@@ -27,10 +28,13 @@ from typing import Any, Self
 from blockstore.errors import StoreLost
 from blockstore.redis import keys
 from blockstore.redis.library import load_functions
+from blockstore.redis.replies import text_fields
 from blockstore.redis.server import Server
 from blockstore.redis.stream import CommandStream
 from blockstore.registry import Load, Member
 from blockstore.store import FUNCTION_LIBRARY
+
+USAGE_KEPT_S = 25 * 3600
 
 
 def encode(member: Member, key: bytes) -> str:
@@ -163,6 +167,18 @@ class RedisRegistry:
 
     async def remove_adapter(self, name: str) -> None:
         await self._stream.send("HDEL", keys.ADAPTERS, name)
+
+    async def set_usage(self, minute: int, source: str, entry: str) -> None:
+        key = keys.usage(minute)
+        await asyncio.gather(
+            self._stream.submit(("HSET", key, source, entry)),
+            self._stream.submit(("EXPIRE", key, USAGE_KEPT_S)),
+        )
+
+    async def usage(self, first: int, last: int) -> list[dict[str, str]]:
+        minutes = range(first, last + 1)
+        calls = (self._stream.submit(("HGETALL", keys.usage(minute))) for minute in minutes)
+        return [text_fields(flat) for flat in await asyncio.gather(*calls)]
 
     async def close(self) -> None:
         await self._stream.close()

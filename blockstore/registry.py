@@ -84,4 +84,10 @@ class Registry(AdapterList, Protocol):
         """Return the server's clock in milliseconds, or the last arrival + 1 if that is later: each
         arrival is later than all before it, for all gateways together."""
 
+    async def set_usage(self, minute: int, source: str, entry: str) -> None:
+        """Set what a source of usage counted until this minute of Unix time, for a day."""
+
+    async def usage(self, first: int, last: int) -> list[dict[str, str]]:
+        """Return the entries of these minutes by source."""
+
     async def close(self) -> None: ...

@@ -77,7 +77,19 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY, PREVIOUS_LIBRARY = "quire_v9", "quire_v8"
+NO_TENANT = "~"
+"""Who is charged for blocks of requests without a tenant. No tenant has this name."""
+
+
+def tenant_of(holder_id: str) -> str:
+    """Return the tenant that is charged for a holder's blocks: the part of its id before the first
+    slash, or `NO_TENANT`. So a claim, a move, a swap and a recovery keep it. Holders of different
+    tenants have different prefix hashes."""
+    tenant, slash, _ = holder_id.partition("/")
+    return tenant if tenant and slash else NO_TENANT
+
+
+FUNCTION_LIBRARY, PREVIOUS_LIBRARY = "quire_v10", "quire_v9"
 """Names of the function library in the server, with its version, and of the version before. The
 header of a pool names its own: during an upgrade, the pools of older workers stay with the
 functions that those workers call."""

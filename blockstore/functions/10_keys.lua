@@ -9,6 +9,7 @@
 --                                                the arguments of register_pool
 --                                run_id          of the server when the pool was made
 --                                epoch           ledger epoch: 1 + the number of recoveries
+--                                made_ms         TIME when the ledger was made
 --                                recovering      1 during a recovery, else absent
 --                                top             in a recovery: account for all blocks below
 --                                next            lowest block never used (the bump counter)
@@ -16,6 +17,7 @@
 --                                version         raised by every call that changes the pool
 --                                queries, hits   prefix blocks looked up and found
 --                                retained        the number of hashes in T:retained
+--                                starts          when uses of blocks began: 22_shares.lua
 --                                library         the library of functions that may call on it
 --   T:returned             LIST  free blocks that were used before; the last is taken first
 --   T:cached               ZSET  block -> clock when its last holder left; the lowest is evicted
@@ -27,6 +29,9 @@
 --   T:charged              HASH  owner -> the hashes for which it is charged
 --   T:retentions           ZSET  "owner/name" -> the end of the retention, in ms of TIME
 --   T:retention:<o>/<n>    LIST  its prefix hashes, in the order of their chain
+--   T:shares               HASH  tenant -> its used blocks; tenant/ -> its part of `starts`
+--   T:payers               HASH  block -> the tenant that is charged, of those that were held
+--                              before a recovery; only a quarantine asks
 --   T:workers              HASH  worker -> 0, or 1 if it is fenced
 --   T:leases               HASH  a member on another host -> the end of its lease, in ms of TIME
 --   T:missing              SET   in a recovery: workers that have not reported yet
@@ -98,13 +103,16 @@ local function require_distinct(values)
   end
 end
 
-local LIBRARY = 'quire_v9'
+local LIBRARY = 'quire_v10'
 
--- Registers `body(tag, args)` as quire_v9_<name>; a refusal in it becomes an error reply.
+local clock_ms -- the server's clock in this call; nil until it is read
+
+-- Registers `body(tag, args)` as quire_v10_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
     require_arguments(signature, args)
+    clock_ms = nil
     return body(keys[1], args)
   end
   redis.register_function({
@@ -132,12 +140,15 @@ local function fetch(command, key, arguments)
   return values
 end
 
--- Calls a command with many arguments in chunks; without arguments it does nothing.
+-- Calls a command with many arguments in chunks, and returns the sum of the replies; without
+-- arguments it does nothing.
 local function store(command, key, arguments)
+  local sum = 0
   for first = 1, #arguments, CHUNK do
     local last = math.min(first + CHUNK - 1, #arguments)
-    redis.call(command, key, unpack(arguments, first, last))
+    sum = sum + redis.call(command, key, unpack(arguments, first, last))
   end
+  return sum
 end
 
 -- {field, value_of(1), field, value_of(2) ...}
@@ -155,28 +166,31 @@ local function slice(values, first)
   return rest
 end
 
+local COUNTERS = { 'next', 'clock', 'top', 'retained', 'starts' }
+local HEADER = {
+  'num_blocks', 'watermark', 'recovering', 'version', 'next', 'clock', 'top', 'retained', 'starts',
+} -- the last ones are COUNTERS
+
 -- Reads the pool's header for one call; `save` writes the changes back. UNKNOWN_POOL.
 local function find_pool(tag)
-  local fields = {
-    'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits', 'recovering', 'top',
-    'retained',
-  }
-  local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
+  local header = redis.call('HMGET', tag .. ':pool', unpack(HEADER))
   if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
-  return {
+  local pool = {
     tag = tag,
     num_blocks = tonumber(header[1]),
-    next = tonumber(header[2]),
-    clock = tonumber(header[3]),
+    watermark = tonumber(header[2]),
+    recovering = header[3] ~= false,
     version = tonumber(header[4]),
-    watermark = tonumber(header[5]),
-    queries = tonumber(header[6]),
-    hits = tonumber(header[7]),
-    recovering = header[8] ~= false,
-    top = tonumber(header[9]),
-    num_retained = tonumber(header[10]),
+    before = {}, -- the counters before this call
+    charges = {}, -- tenant -> change of its used blocks by this call
+    num_more = 0, -- change of all used blocks by this call
     has_news = false, -- blocks were freed or waits ended
   }
+  for i, name in ipairs(COUNTERS) do
+    pool[name] = tonumber(header[#HEADER - #COUNTERS + i])
+    pool.before[name] = pool[name]
+  end
+  return pool
 end
 
 -- UNKNOWN_POOL, RECOVERING.
@@ -186,18 +200,12 @@ local function open(tag)
   return pool
 end
 
-local function save(pool)
-  redis.call(
-    'HSET', pool.tag .. ':pool', 'version', pool.version + 1, 'top', pool.top,
-    'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits,
-    'retained', pool.num_retained
-  )
-  if pool.has_news then redis.call('SPUBLISH', pool.tag .. ':room', '') end
-end
-
 local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  if not clock_ms then
+    local time = redis.call('TIME')
+    clock_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return clock_ms
 end
 
 -- The last epoch in the tombstone of a name ("h:<holder>", "w:<worker>"); false if there is none.
@@ -208,9 +216,9 @@ local function buried(pool, name)
   return tonumber(until_ms) > now_ms() and tonumber(epoch)
 end
 
--- Adds a tombstone. Each call removes up to two expired ones, so that their number stays bounded.
+-- Adds a tombstone to a name without one. Each call removes up to two expired ones, so that their
+-- number stays bounded.
 local function bury(pool, name, epoch)
-  if buried(pool, name) then return end
   local now = now_ms()
   local tombs, graves = pool.tag .. ':tombs', pool.tag .. ':graves'
   for _ = 1, 2 do

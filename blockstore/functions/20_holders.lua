@@ -1,6 +1,8 @@
 -- Helpers for workers, holders and waiters; no registered functions. 10_keys.lua lists keys and
 -- common codes.
 
+local QUARANTINE = 'quarantine:' -- begins the id of a quarantine, before its worker
+
 -- Whether the worker is fenced. UNKNOWN_WORKER.
 local function is_fenced(pool, worker)
   local fenced = redis.call('HGET', pool.tag .. ':workers', worker)
@@ -44,6 +46,13 @@ end
 local function acquired(pool, id, first, last)
   if last < first then return {} end
   return redis.call('LRANGE', pool.tag .. ':acquired:' .. id, first, last)
+end
+
+-- {value ..., block ...}
+local function answer(blocks, ...)
+  local reply = { ... }
+  for _, block in ipairs(blocks) do reply[#reply + 1] = block end
+  return reply
 end
 
 -- Whether (order, id) comes after (other_order, other_id). Ids are compared byte by byte, since

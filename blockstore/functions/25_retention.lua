@@ -12,7 +12,8 @@
 -- least recently used first, and T:kept only after T:cached: so a retention never refuses an
 -- allocation. Retaining a hash, and the end of its last retention, count as a use of its block.
 
--- Moves the blocks of hashes from one order of eviction to the end of the other, tails first.
+-- Moves the blocks of hashes, which are retained, from one order of eviction to the end of the
+-- other, tails first.
 local function move_blocks(pool, hashes, from, to)
   local found, blocks, moved, entries = fetch('HMGET', pool.tag .. ':index', hashes), {}, {}, {}
   for i = #hashes, 1, -1 do
@@ -25,20 +26,16 @@ local function move_blocks(pool, hashes, from, to)
       entries[#entries + 1], entries[#entries + 2] = pool.clock, blocks[i]
     end
   end
-  store('ZREM', pool.tag .. from, moved)
+  local num_moved = store('ZREM', pool.tag .. from, moved)
   store('ZADD', pool.tag .. to, entries)
-end
-
--- The number of a hash's retentions, and the owner who is charged for it.
-local function parse_retained(value)
-  local count, owner = string.match(value, '^(%d+) (.*)$')
-  return tonumber(count), owner
+  pool.num_more = pool.num_more + (to == ':kept' and num_moved or -num_moved)
+  charge_owners(pool, fetch('HMGET', pool.tag .. ':hashes', moved), to == ':kept' and 1 or -1)
 end
 
 local function charge(pool, owner, number)
   local key = pool.tag .. ':charged'
   if redis.call('HINCRBY', key, owner, number) == 0 then redis.call('HDEL', key, owner) end
-  pool.num_retained = pool.num_retained + number
+  pool.retained = pool.retained + number
 end
 
 -- Adds a retention of the leading hashes, as far as there is `room` for those that are not retained
@@ -77,12 +74,12 @@ local function remove_retention(pool, id)
       refunds[owner] = (refunds[owner] or 0) + 1
     end
   end
+  move_blocks(pool, gone, ':kept', ':cached')
   store('HSET', pool.tag .. ':retained', fewer)
   store('HDEL', pool.tag .. ':retained', gone)
   for owner, number in pairs(refunds) do charge(pool, owner, -number) end
   redis.call('UNLINK', pool.tag .. ':retention:' .. id)
   redis.call('ZREM', pool.tag .. ':retentions', id)
-  move_blocks(pool, gone, ':kept', ':cached')
   return #hashes
 end
 
@@ -112,7 +109,7 @@ define('retain', WRITES, RETAIN, function(tag, args)
   if not has_hashes(pool, id, hashes) then
     remove_retention(pool, id)
     local of_owner = redis.call('HGET', tag .. ':charged', owner) or 0
-    local room = math.min(args[4] - of_owner, args[5] - pool.num_retained)
+    local room = math.min(args[4] - of_owner, args[5] - pool.retained)
     num_retained = add_retention(pool, owner, id, hashes, math.max(0, room))
   end
   if num_retained > 0 then
@@ -121,7 +118,7 @@ define('retain', WRITES, RETAIN, function(tag, args)
   end
   save(pool)
   local of_owner = tonumber(redis.call('HGET', tag .. ':charged', owner)) or 0
-  return { num_retained, of_owner, pool.num_retained }
+  return { num_retained, of_owner, pool.retained }
 end)
 
 define('end_retention', FREES, { TEXT, TEXT }, function(tag, args)

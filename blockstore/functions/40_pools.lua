@@ -17,15 +17,16 @@
 local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
 local OTHER_KEYS = {
   'returned', 'cached', 'refs', 'index', 'hashes', 'workers', 'waiters', 'waiting', 'demands',
-  'tombs', 'graves', 'missing', 'leases', 'kept', 'retained', 'charged', 'retentions',
+  'tombs', 'graves', 'missing', 'leases', 'kept', 'retained', 'charged', 'retentions', 'shares',
+  'payers',
 }
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
 
 -- Writes the header of a pool; `spec` begins with the values of SPEC.
 local function make_pool(key, epoch, run_id, spec)
-  local header = { 'run_id', run_id, 'epoch', epoch, 'library', LIBRARY }
-  for _, counter in ipairs({ 'next', 'clock', 'version', 'queries', 'hits', 'top', 'retained' }) do
+  local header = { 'run_id', run_id, 'epoch', epoch, 'library', LIBRARY, 'made_ms', now_ms() }
+  for _, counter in ipairs({ 'version', 'queries', 'hits', unpack(COUNTERS) }) do
     header[#header + 1], header[#header + 2] = counter, 0
   end
   for i, field in ipairs(SPEC) do
@@ -105,7 +106,7 @@ define('fence', FREES, { TEXT }, function(tag, args)
   redis.call('HSET', tag .. ':workers', worker, 1)
   end_waits_of(pool, worker)
   if redis.call('SREM', tag .. ':missing', worker) == 1 then
-    local id, fields = 'quarantine:' .. worker, { 'epoch', 2, 'order', 0, 'cached', 0 }
+    local id, fields = QUARANTINE .. worker, { 'epoch', 2, 'order', 0, 'cached', 0 }
     redis.call('HSET', tag .. ':holder:' .. id, 'worker', worker, unpack(fields))
     redis.call('ZADD', tag .. ':holders:' .. worker, 0, id)
     pool.top = pool.num_blocks -- no stamp may go unseen
@@ -142,7 +143,7 @@ define('reap', FREES, { TEXT }, function(tag, args)
   local left_ms = (redis.call('HGET', tag .. ':leases', worker) or 0) - now_ms()
   if left_ms > 0 then refuse('LEASED', worker, 'may hold blocks for', left_ms, 'ms') end
   redis.call('HDEL', tag .. ':leases', worker)
-  bury(pool, 'w:' .. worker, 0)
+  if not buried(pool, 'w:' .. worker) then bury(pool, 'w:' .. worker, 0) end
   end_waits_of(pool, worker)
   local last = redis.call('ZREVRANGE', key, 0, 0)[1]
   while last and num_references < REAP_PAGE do

@@ -106,19 +106,26 @@ local function wait_or_go(pool, want, hits)
   refuse(code, numbers)
 end
 
+-- Makes the holder; returns the reply to `allocate`.
 local function admit(pool, want, hits, runs)
-  share(pool, hits) -- first, so that the new ones do not evict them
-  local new = take(pool, want.num_blocks - #hits)
-  enter(pool, want.id, hits, 0)
-  enter(pool, want.id, new, #hits)
+  local num_hits = #hits
+  share(pool, hits, want.id) -- first, so that the new ones do not evict them
+  local blocks = hits
+  for _, block in ipairs(take(pool, want.num_blocks - num_hits, want.id)) do
+    blocks[#blocks + 1] = block
+  end
+  enter(pool, want.id, blocks, 0)
   local fields = {
-    'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', #hits, 'runs', runs,
+    'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', num_hits, 'runs', runs,
   }
   redis.call('HSET', pool.tag .. ':holder:' .. want.id, unpack(fields))
   redis.call('ZADD', pool.tag .. ':holders:' .. want.worker, want.order, want.id)
-  pool.queries, pool.hits = pool.queries + want.num_hashes, pool.hits + #hits
+  for counter, number in pairs({ queries = want.num_hashes, hits = num_hits }) do
+    if number > 0 then redis.call('HINCRBY', pool.tag .. ':pool', counter, number) end
+  end
   end_wait(pool, want.id)
   save(pool)
+  return answer(blocks, 1, num_hits, runs)
 end
 
 local ALLOCATE = { TEXT, TEXT, NUMBER, NUMBER, TEXT, rest = { HASH } }
@@ -145,17 +152,14 @@ define('allocate', WRITES, ALLOCATE, function(tag, args)
     local hits, runs = cached_tree(pool, chains)
     take_place(pool, want.order)
     wait_or_go(pool, want, hits)
-    admit(pool, want, hits, runs)
-    holder = { epoch = 1, num_cached = #hits }
-  elseif holder.epoch ~= 1 or holder.worker ~= want.worker then
+    return admit(pool, want, hits, runs)
+  end
+  if holder.epoch ~= 1 or holder.worker ~= want.worker then
     refuse('STALE_HOLDER', want.id, 'is at epoch', holder.epoch, 'of worker', holder.worker)
   end
   local runs = redis.call('HGET', tag .. ':holder:' .. want.id, 'runs') or ''
-  local reply = acquired(pool, want.id, 0, want.num_blocks - 1)
-  table.insert(reply, 1, runs)
-  table.insert(reply, 1, holder.num_cached)
-  table.insert(reply, 1, holder.epoch)
-  return reply
+  local blocks = acquired(pool, want.id, 0, want.num_blocks - 1)
+  return answer(blocks, holder.epoch, holder.num_cached, runs)
 end)
 
 define('withdraw', FREES, { TEXT }, function(tag, args)
@@ -196,12 +200,13 @@ local function grow(pool, worker, growth)
   local num_acquired = redis.call('LLEN', pool.tag .. ':acquired:' .. id)
   local needed = growth.total - num_acquired
   if needed > 0 then
-    if needed > num_free(pool) + num_cached(pool) then return { 'OUT_OF_BLOCKS' } end
-    enter(pool, id, take(pool, needed), num_acquired)
+    local free = num_free(pool)
+    if needed > free and needed > free + num_cached(pool) then return { 'OUT_OF_BLOCKS' } end
+    local blocks = take(pool, needed, id)
+    enter(pool, id, blocks, num_acquired)
+    if growth.have == num_acquired then return answer(blocks, '') end
   end
-  local answer = acquired(pool, id, growth.have, growth.total - 1)
-  table.insert(answer, 1, '')
-  return answer
+  return answer(acquired(pool, id, growth.have, growth.total - 1), '')
 end
 
 -- Demands the last holder in order, unless another demand is outstanding.
@@ -221,9 +226,9 @@ define('extend', WRITES, EXTEND, function(tag, args)
   require_live(pool, worker)
   local answers, is_short = {}, false
   for _, growth in ipairs(growths) do
-    local answer = grow(pool, worker, growth)
-    answers[growth.place + 1] = answer
-    is_short = is_short or answer[1] == 'OUT_OF_BLOCKS'
+    local grown = grow(pool, worker, growth)
+    answers[growth.place + 1] = grown
+    is_short = is_short or grown[1] == 'OUT_OF_BLOCKS'
   end
   if is_short then demand_one(pool) end
   save(pool)

@@ -71,8 +71,12 @@ define('retract', WRITES, { NUMBER, HASH }, function(tag, args)
   if redis.call('HGET', tag .. ':index', hash) ~= block then return redis.status_reply('OK') end
   redis.call('HDEL', tag .. ':index', hash)
   redis.call('HDEL', tag .. ':hashes', block)
-  local is_cached = redis.call('ZREM', tag .. ':cached', block) == 1
-  if is_cached or redis.call('ZREM', tag .. ':kept', block) == 1 then
+  local is_kept = redis.call('ZREM', tag .. ':kept', block) == 1
+  if is_kept then
+    charge_owners(pool, { hash }, -1)
+    pool.num_more = pool.num_more - 1
+  end
+  if is_kept or redis.call('ZREM', tag .. ':cached', block) == 1 then
     redis.call('RPUSH', tag .. ':returned', block)
     pool.has_news = true
   end
@@ -100,9 +104,7 @@ local function all_of(pool, holder, epoch)
   for i = 1, num_acquired do
     if not numbers[i] then reply[#reply + 1] = reply[i] end
   end
-  local facts = { epoch, holder.order, holder.num_cached, num_acquired }
-  for i = #facts, 1, -1 do table.insert(reply, 1, facts[i]) end
-  return reply
+  return answer(reply, epoch, holder.order, holder.num_cached, num_acquired)
 end
 
 local CLAIM = { TEXT, NUMBER, TEXT, rest = { NUMBER } }
@@ -135,7 +137,7 @@ define('give_back', FREES, GIVE_BACK, function(tag, args)
   local holder = holder_of(pool, args[1])
   require_epoch(holder, tonumber(args[2]))
   local blocks = held_among(pool, holder.id, slice(args, 3))
-  drop(pool, blocks)
+  drop(pool, blocks, holder.id)
   store('HDEL', tag .. ':held:' .. holder.id, blocks)
   save(pool)
   return redis.status_reply('OK')

@@ -2,7 +2,7 @@
 --
 -- match    hash ... -> the number of leading hashes that are indexed
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
---             [worker, 1 if fenced else 0 ...], [missing worker ...]]
+--             [worker, 1 if fenced else 0 ...], [missing worker ...], shares]; see read_shares
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
 -- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, answer of that part
 --          ...], for the audit. The parts of one call are read atomically; answers of several calls
@@ -17,6 +17,7 @@
 --            retentions -> [["owner/name", hash, "retentions owner", hash ...] ...]
 --            people    -> [[worker, fenced ...], [waiter, order ...], [waiter, worker ...],
 --                          [demanded holder ...], [owner, charged hashes ...]]; takes no range
+--            shares    -> [shares, [block, the tenant that pays for it ...]]; takes no range
 --            sizes     -> [entries of refs, hashes, index, cached, kept, retained, retained by the
 --                          header]; takes no range
 
@@ -39,6 +40,7 @@ define('stats', READS, {}, function(tag)
     redis.call('ZCARD', tag .. ':waiters'),
     workers,
     redis.call('SMEMBERS', tag .. ':missing'),
+    read_shares(pool),
   }
 end)
 
@@ -119,6 +121,10 @@ function PARTS.people(pool)
   }
 end
 
+function PARTS.shares(pool)
+  return { read_shares(pool), redis.call('HGETALL', pool.tag .. ':payers') }
+end
+
 function PARTS.sizes(pool)
   return {
     redis.call('HLEN', pool.tag .. ':refs'),
@@ -127,7 +133,7 @@ function PARTS.sizes(pool)
     redis.call('ZCARD', pool.tag .. ':cached'),
     redis.call('ZCARD', pool.tag .. ':kept'),
     redis.call('HLEN', pool.tag .. ':retained'),
-    pool.num_retained,
+    pool.retained,
   }
 end
 

@@ -17,8 +17,6 @@
 --
 -- A quarantine is the holder T:holder:quarantine:<worker>, detached at epoch 2.
 
-local QUARANTINE = 'quarantine:'
-
 local RECOVER = { NUMBER, TEXT, TEXT, TEXT, NUMBER, NUMBER, NUMBER, NUMBER, rest = { TEXT } }
 
 define('recover', WRITES, RECOVER, function(tag, args)
@@ -39,14 +37,16 @@ local function enter_asserted(pool, worker, id, epoch, order, num_cached, blocks
   local known = find_holder(pool, id)
   if known and known.epoch >= epoch then return end
   if known then
-    drop(pool, held_by(pool, id))
+    drop(pool, held_by(pool, id), id)
     redis.call('ZREM', pool.tag .. ':holders:' .. known.worker, id)
     forget_holder(pool.tag, id)
   end
   enter(pool, id, blocks, 0)
   store('HDEL', pool.tag .. ':held:' .. id, given_back)
   local held = held_by(pool, id)
-  share(pool, held)
+  share(pool, held, id)
+  local tenant = tenant_of(id)
+  store('HSET', pool.tag .. ':payers', pairs_of(held, function() return tenant end))
   for _, block in ipairs(held) do pool.top = math.max(pool.top, tonumber(block) + 1) end
   local fields = { 'worker', worker, 'epoch', epoch, 'order', order, 'cached', num_cached }
   redis.call('HSET', pool.tag .. ':holder:' .. id, unpack(fields))
@@ -105,7 +105,8 @@ define('reassert', WRITES, { TEXT, FLAG, NUMBER, rest = { ANY } }, function(tag,
   for _, wait in ipairs(waits) do
     local id, order, released_epoch = unpack(wait)
     start_wait(pool, id, worker, order)
-    if released_epoch > 0 then bury(pool, 'h:' .. id, released_epoch) end
+    local name = 'h:' .. id
+    if released_epoch > 0 and not buried(pool, name) then bury(pool, name, released_epoch) end
   end
   for _, facts in ipairs(holders) do enter_asserted(pool, worker, unpack(facts)) end
   if args[2] == '1' then redis.call('SREM', tag .. ':missing', worker) end
@@ -131,7 +132,11 @@ end
 
 local function quarantine(pool, holders, block)
   for _, holder in ipairs(holders) do
-    redis.call('HINCRBY', pool.tag .. ':refs', block, 1)
+    if redis.call('HINCRBY', pool.tag .. ':refs', block, 1) == 1 then
+      redis.call('HDEL', pool.tag .. ':payers', block)
+      charge_blocks(pool, NO_TENANT, 1)
+      pool.num_more = pool.num_more + 1
+    end
     enter(pool, holder.id, { block }, redis.call('LLEN', pool.tag .. ':acquired:' .. holder.id))
   end
 end
@@ -176,6 +181,7 @@ define('reopen', WRITES, {}, function(tag)
   end
   pool.top, pool.has_news = 0, true
   save(pool)
+  if #quarantines(pool) == 0 then redis.call('UNLINK', tag .. ':payers') end
   redis.call('HDEL', tag .. ':pool', 'recovering')
   return redis.status_reply('OK')
 end)

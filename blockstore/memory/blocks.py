@@ -3,10 +3,12 @@
 Holders appear here only as a reference count of each block; `blockstore.memory.ledger` has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
+from blockstore.memory.shares import Shares
 from blockstore.records import Content, PrefixHash
+from blockstore.store import NO_TENANT, QUARANTINE, tenant_of
 
 
 class Blocks:
@@ -23,7 +25,7 @@ class Blocks:
     `index` and `hash_of` are inverse to each other and contain cached and held blocks only.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.num_blocks = num_blocks
         self.next_unused = 0
         self.returned: list[int] = []
@@ -35,6 +37,9 @@ class Blocks:
         self.index: dict[PrefixHash, int] = {}
         self.hash_of: dict[int, PrefixHash] = {}
         self.ranks: dict[int, int] = {}  # restored block -> `Content.rank`, during a recovery
+        self.shares = Shares(clock)
+        self.payers: dict[int, str] = {}
+        """The tenant of each block that was held before a recovery; only a quarantine asks."""
         self.num_freed = 0  # since the start; a rise tells that blocks were freed
 
     @property
@@ -68,31 +73,44 @@ class Blocks:
         runs = [self.hits(branch) if is_whole else [] for branch in branches]
         return list(dict.fromkeys(chain(hits, *runs))), tuple(map(len, runs))
 
-    def share(self, block_ids: Sequence[int]) -> None:
+    def share(self, block_ids: Sequence[int], holder_id: str) -> None:
         """Give each block one more holder; cached blocks become held."""
         for block_id in block_ids:
+            if block_id not in self.refs:
+                self.shares.charges[tenant_of(holder_id)] += 1
+                self._charge_owner(block_id, -1)
             self.cached.pop(block_id, None)
             self.kept.pop(block_id, None)
             self.refs[block_id] = self.refs.get(block_id, 0) + 1
+        self._settle()
 
-    def take(self, num_blocks: int) -> list[int]:
+    def take(self, num_blocks: int, holder_id: str) -> list[int]:
         """Return new blocks with one holder each; `num_blocks` is at most `num_available`."""
-        return [self._take_one() for _ in range(num_blocks)]
+        self.shares.charges[tenant_of(holder_id)] += max(0, num_blocks)
+        taken = [self._take_one() for _ in range(num_blocks)]
+        self._settle()
+        return taken
 
-    def drop(self, block_id: int) -> None:
+    def drop(self, block_id: int, holder_id: str) -> None:
         """Remove one holder of a block; the last one makes it cached or free."""
         self.refs[block_id] -= 1
         if self.refs[block_id] > 0:
             return
         del self.refs[block_id]
         self.num_freed += 1
+        of_quarantine = holder_id.startswith(QUARANTINE)
+        payer = self.payers.get(block_id, NO_TENANT) if of_quarantine else tenant_of(holder_id)
+        self.shares.charges[payer] -= 1
         if block_id >= self.next_unused:
-            return  # not accounted for yet
-        if block_id in self.hash_of:
-            is_retained = self.hash_of[block_id] in self.retained
-            (self.kept if is_retained else self.cached)[block_id] = None
-        else:
+            pass  # not accounted for yet
+        elif block_id not in self.hash_of:
             self.returned.append(block_id)
+        elif self.hash_of[block_id] in self.retained:
+            self.kept[block_id] = None
+            self._charge_owner(block_id, 1)
+        else:
+            self.cached[block_id] = None
+        self._settle()
 
     def publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
         """Index a block under a hash unless another block has that hash. Returns whether this block
@@ -105,23 +123,28 @@ class Blocks:
     def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
         if self.index.get(prefix_hash) != block_id:
             return
+        self._charge_owner(block_id, -1)
         del self.index[prefix_hash], self.hash_of[block_id]
         if block_id in self.cached or block_id in self.kept:
             self.cached.pop(block_id, None)
             self.kept.pop(block_id, None)
             self.returned.append(block_id)
             self.num_freed += 1
+            self._settle()
 
     def move(
         self, hashes: Sequence[PrefixHash], source: dict[int, None], target: dict[int, None]
     ) -> None:
-        """Move the blocks of hashes from one order of eviction to the end of the other, tails
-        first."""
+        """Move the blocks of hashes, which are retained, from one order of eviction to the end of
+        the other, tails first."""
         for prefix_hash in reversed(hashes):
             block_id = self.index.get(prefix_hash)
             if block_id in source:
+                self._charge_owner(block_id, -1)
                 del source[block_id]
                 target[block_id] = None
+                self._charge_owner(block_id, 1)
+        self._settle()
 
     def restore(self, content: Content) -> None:
         """Account for the block `next_unused`, during a recovery."""
@@ -147,6 +170,16 @@ class Blocks:
         else:
             order = self.cached or self.kept
             block_id = next(iter(order))
+            self._charge_owner(block_id, -1)
             del order[block_id], self.index[self.hash_of.pop(block_id)]
         self.refs[block_id] = 1
         return block_id
+
+    def _charge_owner(self, block_id: int, number: int) -> None:
+        """Charge a block to the owner of its retained hash, if it is among `kept`."""
+        if block_id in self.kept:
+            _, owner = self.retained[self.hash_of[block_id]]
+            self.shares.charges[owner] += number
+
+    def _settle(self) -> None:
+        self.shares.settle(len(self.refs) + len(self.kept))

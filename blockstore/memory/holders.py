@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from blockstore.errors import StaleHolder
 from blockstore.records import HolderInfo
-from blockstore.store import TOMBSTONE_S
+from blockstore.store import TOMBSTONE_S, tenant_of
 
 
 @dataclass(slots=True)
@@ -23,6 +23,10 @@ class Holder:
     epoch: int = 1
     runs: tuple[int, ...] = ()
     """The number of hashes that the allocation found in the prefix index, for each branch."""
+
+    @property
+    def tenant(self) -> str:
+        return tenant_of(self.holder_id)
 
     @property
     def sort_key(self) -> tuple[int, str]:

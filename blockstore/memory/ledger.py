@@ -115,7 +115,8 @@ class Ledger(LedgerState):
             if holder is not None:
                 if known is not None:
                     self._drop(known, set(known.held))
-                self.blocks.share(sorted(holder.held))
+                self.blocks.share(sorted(holder.held), holder.holder_id)
+                self.blocks.payers |= dict.fromkeys(holder.held, holder.tenant)
                 self.holders[holder.holder_id] = holder
         for wait in waits:
             self.waiters[wait.holder_id] = Waiter(wait.order, worker_id)
@@ -127,13 +128,14 @@ class Ledger(LedgerState):
     def restore(self, first: int, contents: Sequence[Content]) -> None:
         if not self.rebuilding.is_over:
             self.rebuilding.require_all_reported()
-            quarantines = [h for key, h in self.holders.items() if key.startswith(QUARANTINE)]
-            self.rebuilding.restore(self.blocks, quarantines, first, contents)
+            self.rebuilding.restore(self.blocks, self._quarantines, first, contents)
 
     def reopen(self) -> None:
         if not self.rebuilding.is_over:
             self.rebuilding.require_all_reported()
             self.rebuilding.end(self.blocks)
+            if not self._quarantines:
+                self.blocks.payers = {}
 
     # Holders
 
@@ -302,7 +304,12 @@ class Ledger(LedgerState):
             missing_worker_ids=tuple(sorted(self.rebuilding.missing)),
             num_accounted=self.blocks.next_unused,
             num_to_account=self.rebuilding.top,
+            shares=self.blocks.shares.records(),
         )
+
+    @property
+    def _quarantines(self) -> list[Holder]:
+        return [h for key, h in self.holders.items() if key.startswith(QUARANTINE)]
 
     @property
     def _num_free(self) -> int:

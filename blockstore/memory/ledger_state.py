@@ -15,8 +15,9 @@ from blockstore.records import Grown, Growth, PoolSpec
 class LedgerState:
     """Holders, blocks, prefix index and waiters of one pool.
 
-    `clock` returns seconds from any start; only the age of tombstones and the end of leases depend
-    on it. `missing` are the workers of a pool whose ledger was lost, or None for a new pool.
+    `clock` returns seconds from any start; the age of tombstones, the end of leases and the
+    time of shares depend on it. `missing` are the workers of a pool whose ledger was lost, or None
+    for a new pool.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class LedgerState:
         self.spec = spec
         self.ledger_epoch = ledger_epoch
         self.rebuilding = Rebuilding(missing or (), is_over=missing is None)
-        self.blocks = Blocks(spec.num_blocks)
+        self.blocks = Blocks(spec.num_blocks, clock)
         self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
         self.leases: dict[str, float] = {}  # member on another host -> end of its lease
         self.clock = clock
@@ -76,9 +77,9 @@ class LedgerState:
         del self.waiters[holder_id]
 
     def _admit(self, holder: Holder, hits: Sequence[int], num_blocks: int) -> None:
-        self.blocks.share(hits)  # first, so that `take` does not evict them
+        self.blocks.share(hits, holder.holder_id)  # first, so that `take` does not evict them
         holder.acquire(hits)
-        holder.acquire(self._take(num_blocks - len(hits)))
+        holder.acquire(self._take(num_blocks - len(hits), holder.holder_id))
         self.holders[holder.holder_id] = holder
 
     def _grow(self, worker_id: str, growth: Growth) -> Grown:
@@ -88,13 +89,13 @@ class LedgerState:
         needed = growth.total - len(holder.acquired)
         if needed > self.blocks.num_available:
             return Grown(growth.holder_id, (), OutOfBlocks.code)
-        holder.acquire(self._take(needed))
+        holder.acquire(self._take(needed, holder.holder_id))
         return Grown(growth.holder_id, tuple(holder.acquired[growth.have : growth.total]))
 
-    def _take(self, num_blocks: int) -> list[int]:
+    def _take(self, num_blocks: int, holder_id: str) -> list[int]:
         if num_blocks > self.blocks.num_free:
             self.retentions.end_expired(self.blocks)
-        return self.blocks.take(num_blocks)
+        return self.blocks.take(num_blocks, holder_id)
 
     def _demand_one(self) -> None:
         if any(not self.workers[self.holders[h].worker_id] for h in self.demands):
@@ -112,7 +113,7 @@ class LedgerState:
             if block_id not in block_ids or block_id not in holder.held:
                 continue
             holder.held.remove(block_id)
-            self.blocks.drop(block_id)
+            self.blocks.drop(block_id, holder.holder_id)
 
     def _end(self, holder: Holder) -> None:
         self._drop(holder, set(holder.held))

@@ -62,8 +62,10 @@ class Rebuilding:
             raise Recovering(f"blocks from {blocks.next_unused} on are not accounted for")
         for content in contents[blocks.next_unused - first :]:
             if content.private and quarantines:
-                blocks.share([blocks.next_unused] * len(quarantines))
+                if blocks.next_unused not in blocks.refs:
+                    blocks.payers.pop(blocks.next_unused, None)
                 for quarantine in quarantines:
+                    blocks.share([blocks.next_unused], quarantine.holder_id)
                     quarantine.acquire([blocks.next_unused])
             blocks.restore(content)
 

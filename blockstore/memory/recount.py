@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from blockstore.memory.blocks import Blocks
 from blockstore.memory.ledger import Ledger
+from blockstore.memory.shares import STARTS_MODULUS
 from blockstore.records import AuditReport, PoolStats
+from blockstore.store import NO_TENANT, QUARANTINE
 
 
 def audit(ledger: Ledger) -> AuditReport:
@@ -20,6 +22,7 @@ def audit(ledger: Ledger) -> AuditReport:
         *(_check_states(ledger.blocks, references) if is_whole else ()),
         *_check_index(ledger.blocks),
         *_check_retentions(ledger),
+        *_check_shares(ledger),
         *_check_workers(ledger),
     )
     return AuditReport.of(stats, references.total(), is_whole, violations)
@@ -86,6 +89,29 @@ def _check_retentions(ledger: Ledger) -> Iterator[str]:
         if charged[owner] != retentions.charged[owner]:
             number = retentions.charged[owner]
             yield f"{owner} retains {charged[owner]} hashes, but is charged for {number}"
+
+
+def _check_shares(ledger: Ledger) -> Iterator[str]:
+    """Check that no block has holders of two tenants; recount the blocks of each tenant, and add up
+    the shares."""
+    blocks, payers = ledger.blocks, dict[int, str]()
+    for holder in ledger.holders.values():
+        of_quarantine = holder.holder_id.startswith(QUARANTINE)
+        for block_id in () if of_quarantine else holder.held:
+            if (tenant := payers.setdefault(block_id, holder.tenant)) != holder.tenant:
+                yield f"block {block_id} is held for the tenants {tenant} and {holder.tenant}"
+    held = (payers.get(each) or blocks.payers.get(each, NO_TENANT) for each in blocks.refs)
+    kept = (blocks.retained.get(blocks.hash_of.get(each, b""), (0, ""))[1] for each in blocks.kept)
+    counted, shares = Counter([*held, *kept]), blocks.shares
+    recorded = Counter({name: account.num_blocks for name, account in shares.tenants.items()})
+    for tenant in counted.keys() | recorded.keys():
+        if counted[tenant] != recorded[tenant]:
+            yield f"{tenant} uses {counted[tenant]} blocks, but is charged for {recorded[tenant]}"
+    sum_ms = sum(account.starts for account in shares.tenants.values())
+    if (sum_ms - shares.pool.starts) % STARTS_MODULUS:
+        yield f"the uses of tenants' blocks start at {sum_ms} ms, not {shares.pool.starts}"
+    if counted.total() != shares.pool.num_blocks:
+        yield f"{counted.total()} blocks are used, but {shares.pool.num_blocks} are counted"
 
 
 def _check_workers(ledger: Ledger) -> Iterator[str]:

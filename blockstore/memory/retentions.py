@@ -44,16 +44,14 @@ class Retentions(dict[Key, Entry]):
     def end(self, blocks: Blocks, key: Key) -> bool:
         """End a retention; returns whether there was one."""
         entry = self.pop(key, None)
-        gone = []
-        for prefix_hash in entry.hashes if entry else ():
-            count, owner = blocks.retained[prefix_hash]
-            if count > 1:
-                blocks.retained[prefix_hash] = count - 1, owner
-            else:
-                del blocks.retained[prefix_hash]
-                self.charged[owner] -= 1
-                gone.append(prefix_hash)
+        hashes = entry.hashes if entry else ()
+        gone = [each for each in hashes if blocks.retained[each][0] == 1]
         blocks.move(gone, blocks.kept, blocks.cached)
+        for prefix_hash in hashes:
+            count, owner = blocks.retained[prefix_hash]
+            blocks.retained[prefix_hash] = count - 1, owner
+        for prefix_hash in gone:
+            self.charged[blocks.retained.pop(prefix_hash)[1]] -= 1
         return entry is not None
 
     def end_expired(self, blocks: Blocks) -> None:

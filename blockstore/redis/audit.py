@@ -18,6 +18,7 @@ from blockstore.memory.recount import audit, check_conservation
 from blockstore.memory.retentions import Entry
 from blockstore.memory.waiters import Waiter
 from blockstore.records import AuditReport, PoolSpec, PoolStats
+from blockstore.redis.replies import shares
 
 ATOMIC_LIMIT = 65_536
 """The most blocks of a pool that is read in one call."""
@@ -25,7 +26,7 @@ ATOMIC_LIMIT = 65_536
 PAGE_LIMITS = {"blocks": 2048, "returned": 8192, "holders": 4, "retentions": 4}
 """The entries of one page, by part; the server needs a few milliseconds for a page."""
 
-WHOLE = ("people", "sizes")
+WHOLE = ("people", "sizes", "shares")
 """The parts that are always read in one piece."""
 
 EVERYTHING = 2**31
@@ -105,6 +106,9 @@ def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
             ledger.holders[holder.holder_id] = holder
     _add_workers(ledger, *reading.answers["people"][0][:4])
     _add_retentions(ledger, reading)
+    rows, payers = reading.answers["shares"][0]
+    ledger.blocks.shares = shares(rows)
+    ledger.blocks.payers = {int(block_id): payer.decode() for block_id, payer in _items(payers)}
     report = audit(ledger)
     strays = tuple(_unknown_entries(ledger.blocks, reading.answers["sizes"][0]))
     return replace(report, violations=report.violations + strays)

@@ -13,6 +13,10 @@ def member(member_id: str) -> str:
     return f"{{quire}}:member:{member_id}"
 
 
+def usage(minute: int) -> str:
+    return f"{{quire}}:usage:{minute}"
+
+
 def pool_tag(pool_id: str) -> str:
     """KEYS[1] of every function; as a hash tag, it puts all of a pool's keys on one cluster
     node."""

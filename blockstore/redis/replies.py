@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from blockstore.memory.shares import Account, Shares
 from blockstore.records import (
     Asserted,
     Claim,
@@ -87,9 +88,19 @@ def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
     )
 
 
+def shares(reply: Sequence[Any]) -> Shares:
+    """Decode `read_shares` of functions/22_shares.lua."""
+    now, used, starts, flat = reply
+    numbers = {name: int(text) for name, text in text_fields(flat).items()}
+    tenants = [name for name in numbers if not name.endswith("/")]
+    accounts = {name: Account(numbers[name], numbers[f"{name}/"]) for name in tenants}
+    return Shares.of(lambda: int(now) / 1000, {**accounts, "": Account(int(used), int(starts))})
+
+
 def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
     """Decode the reply to `stats`, and the run id of the server that made the ledger."""
-    header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
+    header, num_free, num_cached, num_held, num_holders, num_waiters, *lists = reply
+    workers, missing, *shared = lists  # without shares from the functions of the version before
     fields, fenced = text_fields(header), text_fields(workers)
     stats = PoolStats(
         spec=pool_spec(pool_id, fields),
@@ -108,5 +119,7 @@ def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
         missing_worker_ids=tuple(sorted(names(missing))),
         num_accounted=int(fields["next"]),
         num_to_account=int(fields["top"]),
+        made_ms=int(fields.get("made_ms", 0)),
+        shares=shares(shared[0]).records() if shared else (),
     )
     return stats, fields["run_id"]

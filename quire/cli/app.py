@@ -41,6 +41,7 @@ _COMMANDS = {
     "workers": ("state.lists:workers", _STATE),
     "pools": ("state.lists:pools", _STATE),
     "audit": ("state.audit:audit", _STATE),
+    "usage": ("state.usage:usage", _STATE),
     "cache": ("state.cache:app", _STATE),
     "lora": ("deployment.lora:app", _DEPLOYMENT),
     "keys": ("deployment.keys:app", _DEPLOYMENT),

@@ -32,7 +32,7 @@ class ListPoolsResponse(_message.Message):
     def __init__(self, pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids", "num_prefix_queries", "num_prefix_hits", "recovering", "missing_worker_ids", "num_retained")
+    __slots__ = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids", "num_prefix_queries", "num_prefix_hits", "recovering", "missing_worker_ids", "num_retained", "shares")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Pool(_message.Message):
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_RETAINED_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     model: str
     fingerprint: str
@@ -67,7 +68,18 @@ class Pool(_message.Message):
     recovering: bool
     missing_worker_ids: _containers.RepeatedScalarFieldContainer[str]
     num_retained: int
-    def __init__(self, pool_id: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_waiters: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., recovering: _Optional[bool] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., num_retained: _Optional[int] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[PoolShare]
+    def __init__(self, pool_id: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_waiters: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., recovering: _Optional[bool] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., num_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PoolShare, _Mapping]]] = ...) -> None: ...
+
+class PoolShare(_message.Message):
+    __slots__ = ("tenant", "num_blocks", "block_ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_blocks: int
+    block_ms: int
+    def __init__(self, tenant: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_ms: _Optional[int] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -3,11 +3,13 @@ periodically."""
 
 import time
 
-from blockstore.records import AuditReport
+from blockstore.records import AuditReport, PoolStats
+from blockstore.registry import Registry
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.runtime.logging import get_logger
-from services.runtime.metrics import PoolMetrics
+from services.runtime.metrics import MAX_TENANT_LABELS, PoolMetrics
+from services.runtime.usage import UsageWriter, Used
 
 log = get_logger(__name__)
 
@@ -37,17 +39,25 @@ class Auditor:
         self._metrics = metrics
         self._last_audits = last_audits
         self._models: dict[str, str] = {}
+        self._usage = UsageWriter()
 
     async def observe(self, found: Survey, connection: Connection) -> None:
         """Export the counters of all pools, and remove those of pools that are gone."""
         seen = {}
         for stats in found.pools.values():
             self._metrics.observe(stats)
+            await self._write_usage(stats, connection.registry)
             seen[stats.spec.pool_id] = stats.spec.model
         for pool_id in self._models.keys() - seen.keys():
             self._metrics.forget(pool_id, self._models[pool_id])
             self._last_audits.forget(pool_id)
         self._models = seen
+
+    async def _write_usage(self, stats: PoolStats, registry: Registry) -> None:
+        used = {share.tenant: Used(share.block_ms) for share in stats.shares[:MAX_TENANT_LABELS]}
+        source = f"{stats.spec.pool_id} at epoch {stats.ledger_epoch}"
+        if used:
+            await self._usage.write(registry, source, stats.made_ms / 1000, used)
 
     async def audit(self, connection: Connection) -> None:
         """Recount all pools; log and count every broken law."""

@@ -6,12 +6,14 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.routing import Route
 
+from blockstore.errors import StoreUnavailable
 from blockstore.registry import Registry, Role
 from blockstore.store import BlockStore
 from quire.sockets import operations_socket, remove_dead_sockets
@@ -30,6 +32,7 @@ from services.gateway.http.adapters import adapter_routes
 from services.gateway.http.app import create_app
 from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
+from services.gateway.http.usage import usage_route
 from services.gateway.output.output import PAUSE_AFTER_S
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.scheduling.planner import Planner
@@ -43,7 +46,9 @@ from services.runtime.registry_heartbeat import RegistryHeartbeat
 from services.runtime.rpc.tls import service_tls
 from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import Secret, deployment_secret
+from services.runtime.ticks import until_tick
 from services.runtime.tracing.opening import open_tracer
+from services.runtime.usage import INTERVAL_S, UsageWriter
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
@@ -94,7 +99,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             host=settings.host,
             keyring=keyring,
         )
-        routes = dashboard.routes()
+        routes = [*dashboard.routes(), usage_route(registry)]
         if wiring.adapters is not None:
             routes += adapter_routes(wiring.adapters)
         departure = Departure()
@@ -122,6 +127,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 following,
                 dashboard.document.keep_history(),
                 planner.follow(),
+                _write_usage(registry, wiring.gateway_id, request_metrics),
             ]
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
@@ -135,6 +141,22 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()
+
+
+async def _write_usage(registry: Registry, source: str, metrics: RequestMetrics) -> NoReturn:
+    writer, began_s = UsageWriter(), time.time()
+
+    async def write(limit_s: float, interval_s: float = 0.0) -> None:
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await writer.write(registry, source, began_s, metrics.used, interval_s)
+
+    try:
+        while True:
+            await write(INTERVAL_S)
+            await asyncio.sleep(until_tick(INTERVAL_S))
+    finally:
+        await write(_LAST_WRITES_S)
 
 
 async def _retire(

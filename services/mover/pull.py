@@ -35,6 +35,7 @@ from blockstore.errors import (
     WorkerFenced,
 )
 from blockstore.records import Allocation, PrefixHash
+from blockstore.store import tenant_of
 from services.mover.source import Copies, Side, Source
 from services.mover.transport import Area, Transport, TransportError, landed
 from services.pool.stamps import Stamps
@@ -94,7 +95,7 @@ class Pull:
         self._target = target
         self._ticket = ticket
         self._is_prefix = not ticket.sequences[0].block_ids
-        self._holder_id = f"pull-{secrets.token_hex(8)}" if self._is_prefix else ticket.holder_id
+        self._holder_id = self._further_id("pull") if self._is_prefix else ticket.holder_id
         self._timeout_s = timeout_s
         self._landing_timeout_s = landing_timeout_s
         self._given_up_at = monotonic() + timeout_s
@@ -161,7 +162,7 @@ class Pull:
         if num_there <= await self._target.store.match(self._target.spec.pool_id, hashes):
             return {}
         wanted = hashes[:num_there]
-        pin = f"pin-{secrets.token_hex(8)}"
+        pin = self._further_id("pin")
         order = self._ticket.order
         try:
             found = await source.store.allocate(
@@ -173,6 +174,10 @@ class Pull:
         self._pin = pin, found.epoch
         self._note("claimed")
         return found.cached(wanted)
+
+    def _further_id(self, kind: str) -> str:
+        """The id of another holder for the tenant of the ticket."""
+        return f"{tenant_of(self._ticket.holder_id)}/{kind}-{secrets.token_hex(8)}"
 
     async def _unpin(self) -> None:
         """Release what is held in the source pool. If that fails, its lease ends by itself."""

@@ -4,6 +4,7 @@ A metric that vLLM has too has vLLM's name, with the prefix `quire:`. prometheus
 `_total` to counters.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,6 +20,24 @@ _QUIET = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _PULL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+MAX_TENANT_LABELS = 100
+"""Tenants with metrics of their own at one service: clients must not make series without end."""
+OTHER_TENANTS = "~other"
+"""The label of all further tenants. No tenant has this name."""
+
+
+class TenantLabels:
+    """Gives the first `MAX_TENANT_LABELS` tenants a label of their own."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def of(self, tenant: str) -> str:
+        if len(self._known) < MAX_TENANT_LABELS:
+            self._known.add(tenant)
+        return tenant if tenant in self._known else OTHER_TENANTS
 
 
 class _Make:
@@ -234,7 +253,19 @@ class PoolMetrics:
         self.members_refused = alone.counter(
             "quire:members_refused", "Registry entries without this deployment's signature."
         )
+        self._tenant_blocks = make.gauge(
+            "quire:tenant_kv_cache_blocks",
+            "Blocks that a tenant uses: held ones, and cached ones that it retains.",
+            "tenant",
+        )
+        self._block_seconds = make.counter(
+            "quire:tenant_kv_cache_block_seconds",
+            "Blocks times the seconds of their use.",
+            "tenant",
+        )
         self._seen: dict[str, tuple[int, int]] = {}
+        self._seen_ms: dict[tuple[str, str], int] = {}
+        self._labels = TenantLabels()
 
     def observe(self, stats: PoolStats) -> None:
         """Export a pool's statistics; counters grow by the difference from the last call."""
@@ -249,12 +280,26 @@ class PoolMetrics:
         self._queries.labels(*labels).inc(max(0, stats.num_prefix_queries - queries))
         self._hits.labels(*labels).inc(max(0, stats.num_prefix_hits - hits))
         self._seen[stats.spec.pool_id] = (stats.num_prefix_queries, stats.num_prefix_hits)
+        self._observe_shares(stats, *labels)
+
+    def _observe_shares(self, stats: PoolStats, *labels: str) -> None:
+        blocks = defaultdict[str, int](int)
+        for share in stats.shares:
+            tenant, key = self._labels.of(share.tenant), (stats.spec.pool_id, share.tenant)
+            blocks[tenant] += share.num_blocks
+            seconds = (share.block_ms - self._seen_ms.get(key, 0)) / 1000
+            self._block_seconds.labels(*labels, tenant).inc(max(0.0, seconds))
+            self._seen_ms[key] = share.block_ms
+        for tenant, number in blocks.items():
+            self._tenant_blocks.labels(*labels, tenant).set(number)
 
     def forget(self, pool_id: str, model: str) -> None:
         """Remove the gauges of a pool that no longer exists."""
         for gauge in (self._usage, self._holders, self._waiters):
             gauge.remove(pool_id, model)
-        self._blocks.remove_by_labels({"pool_id": pool_id})
+        for gauge in (self._blocks, self._tenant_blocks):
+            gauge.remove_by_labels({"pool_id": pool_id})
+        self._seen_ms = {key: ms for key, ms in self._seen_ms.items() if key[0] != pool_id}
         self._seen.pop(pool_id, None)
 
 

@@ -75,6 +75,14 @@ async def test_a_member_without_heartbeats_is_gone_and_its_id_is_forgotten(
     assert valkey.command("SMEMBERS", "{quire}:members") == {b"g1"}
 
 
+async def test_usage_is_kept_by_minute_for_a_day(registry: RedisRegistry, valkey: Valkey) -> None:
+    await registry.set_usage(7, "g1", "a")
+    await registry.set_usage(7, "g1", "b")
+    await registry.set_usage(9, "g2", "c")
+    assert await registry.usage(6, 9) == [{}, {"g1": "b"}, {}, {"g2": "c"}]
+    assert 86_400 < valkey.command("TTL", "{quire}:usage:7") <= 90_000
+
+
 async def test_arrivals_are_counted_for_all_gateways_together(
     registry: RedisRegistry, valkey: Valkey
 ) -> None:

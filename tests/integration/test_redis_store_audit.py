@@ -65,6 +65,9 @@ async def audited(store: RedisStore) -> RedisStore:
         (("HSET", "{pool}:charged", "acme", "5"), "acme retains 2 hashes, but is charged for 5"),
         (("HSET", "{pool}:pool", "retained", "7"), "retained by the header has 7 entries, 2 of"),
         (("ZADD", "{pool}:kept", "1", "3"), "block 3 is in 2 places, not in 1"),
+        (("HINCRBY", "{pool}:shares", "~/", "7"), "the uses of tenants' blocks start at"),
+        (("HSET", "{pool}:pool", "starts", "7"), "the uses of tenants' blocks start at"),
+        (("HINCRBY", "{pool}:shares", "~", "1"), "~ uses 3 blocks, but is charged for 4"),
         (("DEL", "{pool}:retention:acme/p"), "retained has 2 entries, 0 of them"),
     ],
 )

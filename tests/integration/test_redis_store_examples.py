@@ -17,6 +17,7 @@ from tests.unit import (
     test_memory_store_holders,
     test_memory_store_recovery,
     test_memory_store_retention,
+    test_memory_store_shares,
     test_memory_store_workers,
 )
 
@@ -40,6 +41,7 @@ SUITES: list[tuple[ModuleType, dict[str, Prepare]]] = [
     (test_memory_store_holders, {"store": test_memory_store_holders.prepare}),
     (test_memory_store_recovery, {"store": test_memory_store_recovery.prepare}),
     (test_memory_store_retention, {"store": test_memory_store_retention.prepare}),
+    (test_memory_store_shares, {"store": test_memory_store_shares.prepare}),
     (test_memory_store_workers, {"store": test_memory_store_workers.prepare, "empty": nothing}),
 ]
 """Modules, with the substitutes for their fixtures. An example that needs another fixture (a clock,

@@ -8,6 +8,7 @@ from blockstore.memory.holders import Holder, Holders, Tombstones
 from blockstore.memory.ledger import Ledger
 from blockstore.memory.rebuilding import Rebuilding
 from blockstore.memory.retentions import Retentions
+from blockstore.memory.shares import Shares
 from blockstore.memory.waiters import Waiters
 
 
@@ -35,6 +36,7 @@ def snapshot(ledger: Ledger) -> Hashable:
         (blocks.next_unused, tuple(blocks.returned), tuple(blocks.cached), tuple(blocks.kept)),
         (frozenset(ledger.retentions.items()), frozenset(blocks.retained.items())),
         (frozenset(blocks.refs.items()), frozenset(blocks.index.items())),
+        (blocks.shares.records(), frozenset(blocks.payers.items())),
         frozenset(map(_holder_snapshot, ledger.holders.values())),
         frozenset(ledger.workers.items()),
         frozenset(ledger.leases.items()),
@@ -48,8 +50,19 @@ def snapshot(ledger: Ledger) -> Hashable:
 
 def _copy_blocks(blocks: Blocks) -> Blocks:
     twin = copy.copy(blocks)
-    for name in ("returned", "cached", "kept", "retained", "refs", "index", "hash_of", "ranks"):
+    for name in (
+        "returned",
+        "cached",
+        "kept",
+        "retained",
+        "refs",
+        "index",
+        "hash_of",
+        "ranks",
+        "payers",
+    ):
         setattr(twin, name, getattr(blocks, name).copy())
+    twin.shares = Shares.of(blocks.shares.clock, blocks.shares.accounts)
     return twin
 
 

@@ -110,6 +110,7 @@ def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
     blocks.cached = {names[block]: None for block in blocks.cached}
     blocks.kept = {names[block]: None for block in blocks.kept}
     blocks.refs = {names[block]: count for block, count in blocks.refs.items()}
+    blocks.payers = {names[block]: payer for block, payer in blocks.payers.items()}
     blocks.index = {prefix_hash: names[block] for prefix_hash, block in blocks.index.items()}
     blocks.hash_of = {names[block]: prefix_hash for block, prefix_hash in blocks.hash_of.items()}
     for holder in twin.holders.values():

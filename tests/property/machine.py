@@ -5,6 +5,7 @@ and 3 hold in both, and both have the same contents."""
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,11 +15,17 @@ from blockstore.memory.holders import Holder
 from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Growth, PoolSpec
-from blockstore.store import BlockStore
+from blockstore.store import NO_TENANT, BlockStore, tenant_of
 from tests.clock import Clock
 from tests.property.lost_ledger import content_of, reported_by
 
-HASHES = tuple(bytes([number]) * 16 for number in range(8))
+HASHES_OF = {
+    tenant: tuple(bytes([first + number]) * 16 for number in range(8))
+    for first, tenant in ((0, NO_TENANT), (8, "t"))
+}
+"""The hashes of the blocks of each tenant."""
+HASHES = tuple(chain.from_iterable(HASHES_OF.values()))
+TENANTS = st.sampled_from([NO_TENANT, NO_TENANT, "t"])
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
 """The hashes of three prompts; the first two share two blocks."""
 BRANCHES = st.lists(st.sampled_from([(2, 3), (4, 5), (2,), (4, 6), (1, 7), ()]), max_size=3)
@@ -114,6 +121,9 @@ class StoresAgree(RuleBasedStateMachine):
         epoch = holder.epoch if holder else self.ledger.released.epochs.get(holder_id, 1)
         return holder_id, epoch + data.draw(EPOCH_OFF_BY, "epoch off by"), holder
 
+    def new_holder(self, tenant: str) -> str:
+        return ("" if tenant == NO_TENANT else f"{tenant}/") + f"h{len(self.asked)}"
+
     def some_blocks(self, data: st.DataObject, holder: Holder | None) -> list[int]:
         """Mostly the holder's own blocks."""
         any_block = st.integers(0, self.spec.num_blocks - 1)
@@ -192,6 +202,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
+        tenant=TENANTS,
         order=st.integers(0, 6),
         prompt=st.sampled_from(PROMPTS),
         num_hashes=st.integers(0, 4),
@@ -203,6 +214,7 @@ class StoresAgree(RuleBasedStateMachine):
     def allocate(
         self,
         data: st.DataObject,
+        tenant: str,
         order: int,
         prompt: tuple[int, ...],
         num_hashes: int,
@@ -213,13 +225,14 @@ class StoresAgree(RuleBasedStateMachine):
     ) -> None:
         """`num_more` None: all that is available, so that all cached blocks are evicted in their
         order. An allocation that may not wait withdraws, and does not delay the others."""
-        hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
-        behind = tuple(tuple(HASHES[number] for number in branch) for branch in branches)
+        own = HASHES_OF[tenant]
+        hashes = tuple(own[number] for number in prompt[:num_hashes])
+        behind = tuple(tuple(own[number] for number in branch) for branch in branches)
         num_named = len(set(hashes).union(*behind))
         if num_more is None:
             num_more = max(0, self.ledger.blocks.num_available - num_named)
         asked = Asked(self.some_worker(data), order, hashes, num_named + num_more, behind)
-        holder_id = f"h{len(self.asked)}"
+        holder_id = self.new_holder(tenant)
         self.asked[holder_id] = asked
         self.ask(holder_id, asked, lost)
         if not patient:
@@ -228,9 +241,10 @@ class StoresAgree(RuleBasedStateMachine):
     @rule(prompt=st.sampled_from(PROMPTS), num_hashes=st.integers(1, 4), data=st.data())
     def serve(self, prompt: tuple[int, ...], num_hashes: int, data: st.DataObject) -> None:
         """A whole request, first in line: its prompt stays in the cache."""
-        hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
+        tenant = data.draw(TENANTS, "tenant")
+        hashes = tuple(HASHES_OF[tenant][number] for number in prompt[:num_hashes])
         asked = Asked(self.some_worker(data), 0, hashes, len(hashes))
-        holder_id = f"h{len(self.asked)}"
+        holder_id = self.new_holder(tenant)
         self.asked[holder_id] = asked
         self.ask(holder_id, asked, lost=False)
         holder = self.ledger.holders.get(holder_id)
@@ -285,7 +299,8 @@ class StoresAgree(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, lost: bool) -> None:
         holder_id, epoch, holder = self.some_holder(data)
         block_ids = self.some_blocks(data, holder)
-        hashes = st.lists(st.sampled_from(HASHES), min_size=4, max_size=4)
+        own = HASHES_OF[tenant_of(holder_id)]
+        hashes = st.lists(st.sampled_from(own), min_size=4, max_size=4)
         blocks = list(zip(block_ids, data.draw(hashes, "hashes"), strict=False))
         self.send(lambda store: store.commit("pool", holder_id, epoch, blocks), lost)
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.property.machine import HASHES, LOST, PROMPTS, StoresAgree
+from tests.property.machine import HASHES_OF, LOST, PROMPTS, TENANTS, StoresAgree
 
 LIMITS = st.sampled_from([9, 9, 3, 1, 0])
 
@@ -16,6 +16,7 @@ class RetainingStoresAgree(StoresAgree):
     @rule(
         owner=st.sampled_from(["x", "y"]),
         name=st.sampled_from(["a", "b/c"]),
+        tenant=TENANTS,
         prompt=st.sampled_from(PROMPTS),
         num_hashes=st.integers(0, 4),
         limits=st.tuples(LIMITS, LIMITS),
@@ -26,6 +27,7 @@ class RetainingStoresAgree(StoresAgree):
         self,
         owner: str,
         name: str,
+        tenant: str,
         prompt: tuple[int, ...],
         num_hashes: int,
         limits: tuple[int, int],
@@ -36,7 +38,7 @@ class RetainingStoresAgree(StoresAgree):
         `ends`: then it is dropped."""
         self.num_retained += 1
         what = owner, name, 10_000 + 10 * self.num_retained
-        hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
+        hashes = tuple(HASHES_OF[tenant][number] for number in prompt[:num_hashes])
         self.send(lambda store: store.retain("pool", *what, hashes, limits), lost)
         if ends:
             self.send(lambda store: store.end_retention("pool", owner, name), lost)

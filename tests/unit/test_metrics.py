@@ -5,20 +5,28 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus_text
 
-from blockstore.records import PoolSpec, PoolStats
+from blockstore.records import PoolSpec, PoolStats, Share
 from blockstore.registry import Load
 from services.runtime import exposition as exposition_module
 from services.runtime.config import ServiceSettings
 from services.runtime.errors import StartupError
 from services.runtime.exposition import exposition, metrics_endpoint
-from services.runtime.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
+from services.runtime.metrics import (
+    MAX_TENANT_LABELS,
+    OTHER_TENANTS,
+    GatewayMetrics,
+    PoolMetrics,
+    WorkerMetrics,
+)
 
+MANY = MAX_TENANT_LABELS + 5
 LABELS = {"pool_id": "p-1", "model_name": "tiny"}
 
 
@@ -67,6 +75,22 @@ def test_pool_counters_are_carried_over() -> None:
     assert value("quire:prefix_cache_hits_total", LABELS) == 3
     assert value("quire:kv_cache_usage_perc", LABELS) == 0.25
     assert value("quire:kv_cache_blocks", {**LABELS, "state": "held"}) == 2
+
+
+def test_shares_of_tenants_are_carried_over() -> None:
+    """Also after a lost ledger, whose shares begin again. There are at most 101 series."""
+    registry = CollectorRegistry()
+    pools, value = PoolMetrics(registry), registry.get_sample_value
+    for block_ms in (4000, 9000, 1000, 3000):
+        mine = Share("acme", 3, block_ms), *(Share(f"t{n}", 1, 1000) for n in range(MANY))
+        pools.observe(replace(stats(4, 10, 3), shares=mine))
+    acme, others = {**LABELS, "tenant": "acme"}, {**LABELS, "tenant": OTHER_TENANTS}
+    assert value("quire:tenant_kv_cache_blocks", acme) == 3
+    assert value("quire:tenant_kv_cache_block_seconds_total", acme) == 11
+    assert value("quire:tenant_kv_cache_blocks", others) == 6
+    assert value("quire:tenant_kv_cache_block_seconds_total", others) == 6
+    pools.forget("p-1", "tiny")
+    assert value("quire:tenant_kv_cache_blocks", acme) is None
 
 
 def test_a_pool_that_is_gone_is_not_shown() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _NUM_REQUESTS = 20
-_POOL = "POOL SIZE BLOCKS HELD CACHED FREE HOLDERS WAITERS HITS"
+_POOL = "POOL SIZE BLOCKS HELD CACHED FREE HOLDERS WAITERS HITS TENANTS"
 _WORKER = "WORKER STATE RUNNING SLOTS PENDING"
 _REQUEST = "REQUEST PHASE FOR PROMPT CACHED TOKENS PREEMPTED MOVED"
 
@@ -107,7 +107,9 @@ def _pool(pool_id: str, pool: Mapping[str, Any]) -> list[str]:
     size = format_size(pool["num_blocks"] * pool["block_bytes"])
     hits = pool["hits"] / pool["queries"] if pool["queries"] else 0.0
     keys = ("num_blocks", "held", "cached", "free", "num_holders", "waiters")
-    return [pool_id, size, *(f"{pool[key]:,}" for key in keys), f"{hits:.1%}"]
+    used = ((tenant, blocks / pool["num_blocks"]) for tenant, blocks in pool["shares"].items())
+    tenants = ", ".join(f"{tenant} {share:.0%}" for tenant, share in [*used][:3]) or "-"
+    return [pool_id, size, *(f"{pool[key]:,}" for key in keys), f"{hits:.1%}", tenants]
 
 
 def _worker(worker_id: str, worker: Mapping[str, Any]) -> list[str]:

@@ -131,7 +131,10 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
 
 
 def _pool(stats: PoolStats) -> pb.Pool:
-    return pb.Pool(**values(stats.spec, _SPEC_FIELDS), **values(stats, _STATS_FIELDS))
+    shares = [pb.PoolShare(**asdict(share)) for share in stats.shares]
+    return pb.Pool(
+        **values(stats.spec, _SPEC_FIELDS), **values(stats, _STATS_FIELDS), shares=shares
+    )
 
 
 def _worker(member: Member, fenced: bool) -> pb.Worker:

@@ -1,6 +1,6 @@
 """The block maps of all pools, which the block manager follows while this gateway asks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.v1 import block_manager_pb2 as pb
@@ -11,6 +11,7 @@ from services.runtime.errors import QuireError
 
 _TIMEOUT_S = 2.0
 _MAX_POOLS = 16
+_MAX_SHARES = 20
 
 
 class BlockMaps:
@@ -82,6 +83,7 @@ class BlockMaps:
             "queries": pool.num_prefix_queries,
             "hits": pool.num_prefix_hits,
             "recovering": pool.recovering,
+            "shares": {each.tenant: each.num_blocks for each in _most_first(pool.shares)},
             "fenced": list(block_map.fenced_worker_ids),
             "blocks_per_cell": block_map.blocks_per_cell,
             "age_s": block_map.age_s,
@@ -99,6 +101,12 @@ class BlockMaps:
             "worker": holder.worker_id,
             "blocks": holder.num_blocks,
         }
+
+
+def _most_first(shares: Iterable[pb.PoolShare]) -> list[pb.PoolShare]:
+    """The tenants that use blocks, those that use most first."""
+    used = (share for share in shares if share.num_blocks)
+    return sorted(used, key=lambda share: (-share.num_blocks, share.tenant))[:_MAX_SHARES]
 
 
 def _audit(audit: pb.PoolAudit, age_s: float) -> dict[str, Any]:

@@ -5,21 +5,19 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from blockstore.store import NO_TENANT
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.identity import client_id
 from services.gateway.output.output import RequestStats
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.runtime.logging import get_logger
-from services.runtime.metrics import GatewayMetrics, TenantMetrics
+from services.runtime.metrics import GatewayMetrics, TenantLabels, TenantMetrics
 from services.runtime.rpc.error_table import code_of
+from services.runtime.usage import Used
 
 log = get_logger(__name__)
 
-MAX_TENANT_LABELS = 100
-"""Tenants with metrics of their own at one gateway: clients must not make series without end."""
-OTHER_TENANTS = "~other"
-"""The label of all further tenants. No tenant has this name."""
 _MAX_TEXT_CHARS = 1000
 """Longest text from a client in one log line."""
 
@@ -56,19 +54,15 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.metrics = self._metrics = GatewayMetrics(registry)
         self._tenants = TenantMetrics(registry)
-        self._tenant_labels: set[str] = set()
+        self._label = TenantLabels().of
+        self.used: dict[str, Used] = {}
+        """The tokens of requests that have ended, by tenant."""
 
     def meter(self, model: str, caller: Caller = EVERYONE) -> TokenMeter:
         of_tenant = None
         if caller.tenant:
             of_tenant = self._tenants.time_to_first_token_s.labels(self._label(caller.tenant))
         return TokenMeter(self._metrics, model, caller, of_tenant)
-
-    def _label(self, tenant: str) -> str:
-        """The tenant's name, or OTHER_TENANTS if MAX_TENANT_LABELS others came before."""
-        if len(self._tenant_labels) < MAX_TENANT_LABELS:
-            self._tenant_labels.add(tenant)
-        return tenant if tenant in self._tenant_labels else OTHER_TENANTS
 
     def set_gauges(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         """Set the functions that a scrape of the two gauges calls."""
@@ -133,6 +127,9 @@ class RequestMetrics:
             metrics.requests_finished.labels(model, outcome).inc()
         else:
             metrics.requests_failed.labels(model, outcome).inc()
+        of_request = stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens
+        tenant = self._label(caller.tenant or NO_TENANT)
+        self.used[tenant] = self.used.get(tenant, Used()).plus(Used(0, *of_request))
         if caller.tenant:
             self._count_tenant(self._label(caller.tenant), outcome, stats)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockstore.records import PrefixHash
+from blockstore.store import NO_TENANT
 from services.protocol.messages import Generated
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
 
@@ -28,7 +29,7 @@ def new_ticket(
         attempt=attempt,
         order=order,
         pool_id=pool_id,
-        holder_id=secrets.token_hex(16),
+        holder_id=f"{request.asked.caller.tenant or NO_TENANT}/{secrets.token_hex(16)}",
         holder_epoch=0,
         root_hash=root_hash,
         prompt_token_ids=request.prompt_token_ids,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from blockstore.errors import BlockStoreError
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PoolSpec
+from blockstore.store import NO_TENANT
 from services.gateway.access.caller import Caller
 from services.gateway.api import RetainDirective
 from services.gateway.config import GatewayOptions
@@ -22,10 +23,6 @@ from services.gateway.workers.pool import Pool
 from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
-
-NO_TENANT = "~"
-"""The owner of the retentions of callers without a tenant. No tenant has this name."""
-
 
 MAX_SHOWN = 20
 

@@ -27,8 +27,9 @@ from services.gateway.access.caller import Caller, bind_caller
 from services.gateway.access.guards import KeyGuard
 from services.gateway.api import GenerationRequest
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
-from services.gateway.request.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
+from services.gateway.request.metrics import RequestMetrics
 from services.runtime.errors import RateLimited, UnknownModel
+from services.runtime.metrics import MAX_TENANT_LABELS, OTHER_TENANTS
 from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 from tests.waiting import until

@@ -19,6 +19,7 @@ from quire.errors import QuireError, Unreachable
 POOL: dict[str, Any] = {
     **{"num_blocks": 170, "block_bytes": 49152, "free": 100, "cached": 40, "held": 30},
     **{"num_holders": 3, "waiters": 1, "hits": 3, "queries": 4, "recovering": False, "fenced": []},
+    "shares": {"acme": 51, "beta": 17, "~": 1},
 }
 WORKER: dict[str, Any] = {
     **{"role": "decode", "state": "serving", "running": 5, "slots": 64, "free_slots": 57},
@@ -47,8 +48,17 @@ def screen(document: dict[str, Any], width: int = 80) -> str:
 
 
 def test_screen_shows_figures_pools_workers_and_requests() -> None:
-    text = screen(DOCUMENT)
-    for shown in ("1,234", "p50 100 ms", "p99 1 s", "30", "75.0%", "3 errors"):
+    text = screen(DOCUMENT, width=120)
+    for shown in (
+        "1,234",
+        "p50 100 ms",
+        "p99 1 s",
+        "30",
+        "75.0%",
+        "3 errors",
+        "acme 30%",
+        "beta 10%",
+    ):
         assert shown in text
     assert "7 of 64" in text
     assert "gen-1" in text

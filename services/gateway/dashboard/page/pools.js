@@ -24,6 +24,9 @@ export function renderPools(doc) {
 
 export const redrawPools = () => panels.forEach((panel) => panel.draw());
 
+/** The tenants with the most blocks, and their share of the pool. */
+const shares = (pool) => Object.entries(pool.shares).sort((a, b) => b[1] - a[1]).map(([tenant, blocks]) => `${tenant} ${percent(blocks, pool.num_blocks)}`);
+
 class PoolPanel {
   constructor(id) {
     this.id = id;
@@ -68,6 +71,7 @@ class PoolPanel {
       h("span", null, `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens, ${bytes(pool.num_blocks * pool.block_bytes)}; ${per}`),
       h("span", null, `${count(pool.num_holders)} holders, ${count(pool.waiters)} waiters`),
       pool.retained ? h("span", { title: pool.names.join("\n") }, `${count(pool.retained)} blocks retained: ${pool.names.slice(0, 3).join(", ")}${pool.names.length > 3 ? " …" : ""}`) : "",
+      Object.keys(pool.shares).length ? h("span", { title: shares(pool).join("\n") }, `used by ${shares(pool).slice(0, 3).join(", ")}${shares(pool).length > 3 ? " …" : ""}`) : "",
       pool.recovering ? h("span", { class: "warn" }, "recovering its ledger") : "", this.audit, headers().Authorization ? this.button : "");
   }
 

@@ -1,0 +1,73 @@
+"""What tenants used: snapshots of counters in the registry, one a minute for a day.
+
+A source is a gateway, which counts tokens, or a pool, which counts block-ms. Its counters only
+grow, so their difference between two snapshots is what was used meanwhile. A source that is killed
+loses the counts of its last seconds, and a server that loses its data loses the snapshots.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from blockstore.registry import Registry
+
+KEPT_S = 24 * 3600
+INTERVAL_S = 5.0
+"""How often a source writes its counters."""
+
+
+class Used(NamedTuple):
+    """What a tenant used of a source since the source began."""
+
+    block_ms: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """The prompt tokens that were found in the prefix cache."""
+    generated_tokens: int = 0
+
+    def plus(self, other: "Used", factor: int = 1) -> "Used":
+        return Used(*(mine + factor * its for mine, its in zip(self, other, strict=True)))
+
+
+class UsageWriter:
+    """Writes the snapshots of one process."""
+
+    def __init__(self) -> None:
+        self._written_at: dict[str, float] = {}
+
+    async def write(
+        self,
+        registry: Registry,
+        source: str,
+        began_s: float,
+        used: Mapping[str, Used],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """Write the counters by tenant, unless that was done less than `interval_s` ago. Raises
+        errors of the store."""
+        now_s = time.time()
+        if now_s < self._written_at.get(source, 0.0) + interval_s:
+            return
+        self._written_at[source] = now_s
+        await registry.set_usage(int(now_s // 60), source, json.dumps([int(began_s), used]))
+
+
+async def used_since(registry: Registry, since_s: float) -> dict[str, Used]:
+    """Return what each tenant used from the beginning of that minute on. Raises errors of the
+    store."""
+    minute = int(since_s // 60)
+    first: dict[str, dict[str, Used]] = {}
+    last: dict[str, dict[str, Used]] = {}
+    for entry in await registry.usage(minute - 1, int(time.time() // 60) + 1):
+        for source, text in entry.items():
+            began_s, counters = json.loads(text)
+            last[source] = {tenant: Used(*numbers) for tenant, numbers in counters.items()}
+            first.setdefault(source, {} if began_s >= minute * 60 else last[source])
+    total = defaultdict[str, Used](Used)
+    for source, found in last.items():
+        for tenant, used in found.items():
+            before = first[source].get(tenant, Used())
+            total[tenant] = total[tenant].plus(used).plus(before, -1)
+    return dict(total)
