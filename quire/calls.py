@@ -3,6 +3,7 @@ in a thread, `AsyncClient` in an event loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -10,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
 from quire.addresses import DEFAULT_ADDRESS
-from quire.connections import Access, Connection, Connections, Tls
+from quire.connections import Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
 from quire.types import Embedding, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Upgrade, Worker
@@ -65,12 +66,12 @@ def is_ready(self: object) -> Call[bool]:
 
 def models(self: object) -> Call[tuple[Model, ...]]:
     """Return the models that the gateway serves now."""
-    return Call("inference", "ListModels", ListModelsRequest(), messages.models)
+    return Call("inference", "ListModels", ListModelsRequest(), messages.each(Model, "models"))
 
 
 def pools(self: object) -> Call[tuple[Pool, ...]]:
     """Return the pools of the deployment, with their counts of blocks."""
-    return Call("block_manager", "ListPools", ListPoolsRequest(), messages.pools)
+    return Call("block_manager", "ListPools", ListPoolsRequest(), messages.each(Pool, "pools"))
 
 
 def workers(self: object) -> Call[tuple[Worker, ...]]:
@@ -102,7 +103,7 @@ def embed(
 def audit(self: object, pool_id: str = "", timeout_s: float = 60.0) -> Call[tuple[PoolAudit, ...]]:
     """Recount the block references of one pool; an empty `pool_id` means all pools."""
     request = AuditRequest(pool_id=pool_id)
-    return Call("block_manager", "Audit", request, messages.audits, timeout_s)
+    return Call("block_manager", "Audit", request, messages.each(PoolAudit, "pools"), timeout_s)
 
 
 def drain(self: object, worker_id: str, *, force: bool = False) -> Call[int]:
@@ -152,13 +153,14 @@ def scale(
     Returns before the workers have started, left or taken their role.
     """
     request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
-    return Call("supervisor", "Scale", request, messages.scaled)
+    return Call("supervisor", "Scale", request, partial(messages.from_message, Scaled))
 
 
 def upgrade(self: object, *, begin: bool = False) -> Call[Upgrade]:
     """Return how far the upgrade of a `quire serve` is, or its last one. `begin` begins one, unless
     one is going on."""
-    return Call("supervisor", "Upgrade", UpgradeRequest(begin=begin), messages.upgrade)
+    request = UpgradeRequest(begin=begin)
+    return Call("supervisor", "Upgrade", request, partial(messages.from_message, Upgrade))
 
 
 def load_adapter(self: object, name: str, path: str, model: str = "") -> Call[str]:
@@ -191,11 +193,10 @@ class ClientBase(Generic[S]):
         api_key: str | None = None,
         tls: Tls | None = None,
     ) -> None:
-        access = Access(api_key, tls)
-        self._gateways = Connections(address, access, self._library)
+        self._gateways = Connections(address, api_key, tls, self._library)
         self._operations = self._gateways
         if operations:
-            self._operations = Connections(operations, access, self._library)
+            self._operations = Connections(operations, api_key, tls, self._library)
         self._resume_window_s = resume_window_s
 
     def send(self, request: Request, timeout_s: float | None = None) -> S:

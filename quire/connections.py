@@ -74,22 +74,6 @@ def _content(file: Path | None) -> bytes | None:
         raise BadTls(f"TLS: cannot read {file}: {error.strerror}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How a client reaches gateways: with an API key, over TLS, or with neither."""
-
-    api_key: str | None = None
-    tls: Tls | None = None
-
-    def stubs_channel(self, channel: Any) -> Any:
-        """`channel` as stubs see it: each call has the API key in its metadata."""
-        return channel if self.api_key is None else _WithKey(channel, self.api_key)
-
-    def credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """Return None if calls to this address are not encrypted."""
-        return None if self.tls is None or address.startswith("unix:") else self.tls.credentials()
-
-
 class _WithKey:
     """Makes the calls of a channel, of either kind, with an API key."""
 
@@ -106,16 +90,16 @@ class _WithKey:
 
 class Connection:
     """A connection to one gateway, with a stub for each of its services. `library` is `grpc` or
-    `grpc.aio`."""
+    `grpc.aio`. A Unix socket needs no TLS."""
 
-    def __init__(self, address: str, access: Access, library: Any) -> None:
+    def __init__(self, address: str, api_key: str | None, tls: Tls | None, library: Any) -> None:
         self.address = address
-        credentials = access.credentials(address)
-        if credentials is None:
+        if tls is None or address.startswith("unix:"):
             self.channel = library.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
+            credentials = tls.credentials()
             self.channel = library.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
-        channel = access.stubs_channel(self.channel)
+        channel: Any = self.channel if api_key is None else _WithKey(self.channel, api_key)
         # Not typed, because one class of stubs serves both kinds of channel.
         self.inference: Any = InferenceStub(channel)
         self.block_manager: Any = BlockManagerStub(channel)
@@ -128,9 +112,9 @@ class Connections:
     """Connections to the gateways of one deployment, one of them in use. `addresses` is one or more
     addresses, separated by commas."""
 
-    def __init__(self, addresses: str, access: Access, library: Any) -> None:
+    def __init__(self, addresses: str, api_key: str | None, tls: Tls | None, library: Any) -> None:
         names = map(str.strip, addresses.split(","))
-        self._all = [Connection(address, access, library) for address in names]
+        self._all = [Connection(address, api_key, tls, library) for address in names]
         self._index = 0
         self._pid = os.getpid()
 

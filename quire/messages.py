@@ -1,9 +1,9 @@
 """Translates the dataclasses of `quire.types` to protobuf and back."""
 
 import json
-from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -17,21 +17,16 @@ from quire.types import (
     Delta,
     Embedding,
     FinishReason,
-    Model,
-    Pool,
-    PoolAudit,
     Prompt,
     RequestMetrics,
     Sampling,
-    Scaled,
     StructuredOutput,
     TokenLogprobs,
-    Upgrade,
     Usage,
     Worker,
     WorkerState,
 )
-from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2, supervisor_pb2
+from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2
 from quire.worker_names import worker_name
 
 if TYPE_CHECKING:
@@ -212,13 +207,13 @@ def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
 def _usage(usage: inference_pb2.Usage) -> Usage:
     num_cached = usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None
     metrics = _metrics(usage.metrics) if usage.HasField("metrics") else None
-    return _from_message(Usage, usage, num_cached_tokens=num_cached, metrics=metrics)
+    return from_message(Usage, usage, num_cached_tokens=num_cached, metrics=metrics)
 
 
 def _metrics(message: inference_pb2.RequestMetrics) -> RequestMetrics:
     optional = ("cached_tokens", "mean_itl_ms", "tokens_per_second")
     absent = {name: None for name in optional if not message.HasField(name)}
-    return _from_message(RequestMetrics, message, **absent)
+    return from_message(RequestMetrics, message, **absent)
 
 
 def explain_request(about: str | Request) -> inference_pb2.ExplainRequest:
@@ -261,17 +256,9 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
     )
 
 
-def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(_from_message(Model, model) for model in response.models)
-
-
-def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
-    return tuple(_from_message(Pool, pool) for pool in response.pools)
-
-
 def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
     return tuple(
-        _from_message(
+        from_message(
             Worker,
             worker,
             name=worker_name(worker.worker_id),
@@ -282,19 +269,12 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
     )
 
 
-def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
-    return _from_message(Scaled, response)
+def each(cls: type[D], name: str) -> Callable[[Any], tuple[D, ...]]:
+    """Return a function that reads the field `name` of a response, which has several messages."""
+    return lambda response: tuple(from_message(cls, one) for one in getattr(response, name))
 
 
-def upgrade(response: supervisor_pb2.UpgradeResponse) -> Upgrade:
-    return _from_message(Upgrade, response)
-
-
-def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:
-    return tuple(_from_message(PoolAudit, pool) for pool in response.pools)
-
-
-def _from_message(cls: type[D], message: Message, **converted: object) -> D:
+def from_message(cls: type[D], message: Message, **converted: object) -> D:
     """A dataclass with the fields of the same name in `message`, and the `converted` fields, which
     have another name or type there."""
     names = {field.name for field in fields(cls)} - converted.keys()
