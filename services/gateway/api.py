@@ -6,7 +6,7 @@ The gRPC and the HTTP server both call `Generator`; nothing here depends on eith
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -113,28 +113,41 @@ class RetainDirective:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A request for text, as the gRPC or HTTP server received it; admission checks it and makes a
-    `services.gateway.request.request.Request` of it."""
+class _Asked:
+    """What a request for text has, and one for an embedding."""
 
     prompt: Prompt
     request_id: str = ""
     """The gateway generates one if it is empty."""
     model: str = ""
-    sampling: RequestedSampling = field(default=RequestedSampling())
+    _: KW_ONLY
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
     """Seconds until the client's deadline; None: no deadline."""
+    resume_token: str = field(default_factory=new_resume_token, compare=False)
+    """The secret that a client needs to continue the request."""
+    add_special_tokens: bool = True
+    """To text; a chat has those of its template."""
+    truncation: Truncation | None = None
+    """None: a prompt that is too long is refused."""
+    is_further: bool = False
+    """Whether it is not the first request of its call, which a key's rate counts once."""
+    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
+    """The caller of the call that makes this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest(_Asked):
+    """A request for text, as the gRPC or HTTP server received it; admission checks it and makes a
+    `services.gateway.request.request.Request` of it."""
+
+    sampling: RequestedSampling = field(default=RequestedSampling())
     received: tuple[Received, ...] | None = None
     """The sequences of which the client received something in a call that broke. None: a new
     request."""
-    resume_token: str = field(default_factory=new_resume_token, compare=False)
-    """The secret that a client needs to continue the request."""
     echo: bool = False
     """Report the prompt too."""
-    add_special_tokens: bool = True
-    """To text; a chat has those of its template."""
     add_generation_prompt: bool = True
     """To a chat."""
     template_arguments: TemplateArguments = field(default_factory=dict)
@@ -144,44 +157,25 @@ class GenerationRequest:
     query: ClassVar[None] = None
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
-    truncation: Truncation | None = None
-    """None: a prompt that is too long is refused."""
     include_metrics: bool = False
     """The last delta has the request's figures."""
-    is_further: bool = False
-    """Whether it is not the first request of its call, which a key's rate counts once."""
     retain: tuple[RetainDirective, ...] = ()
-    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
-    """The caller of the call that makes this request."""
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
-    """A request for the embedding of a prompt. The fields that `GenerationRequest` has too mean the
-    same here."""
+class EmbeddingRequest(_Asked):
+    """A request for the embedding of a prompt. It is not resumed: its client asks again."""
 
-    prompt: Prompt
-    request_id: str = ""
-    model: str = ""
     dimensions: int | None = None
     """The number of values of the embedding; None: all."""
     query: str | None = None
     """The text before the prompt, for the score that a cross-encoder gives the pair."""
-    priority: int = 0
-    cache_salt: str = ""
-    timeout_s: float | None = None
     sampling: ClassVar[Sampling] = ONE
     tools: ClassVar[None] = None
     template_arguments: ClassVar[TemplateArguments] = {}
     add_generation_prompt: ClassVar[bool] = True
     include_metrics: ClassVar[bool] = False
     received: ClassVar[None] = None
-    """An embedding is not resumed: its client asks again."""
-    resume_token: str = field(default_factory=new_resume_token, compare=False)
-    add_special_tokens: bool = True
-    truncation: Truncation | None = None
-    is_further: bool = False
-    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
 
 
 @dataclass(frozen=True, slots=True)
