@@ -1,11 +1,13 @@
 """The block maps of all pools, which the block manager follows while this gateway asks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from quire.v1 import block_manager_pb2 as pb
 from services.gateway.access.audit import audited
 from services.gateway.grpc.relay import Relay
+from services.gateway.identity import client_id
+from services.gateway.scheduling.dispatcher import Dispatcher
 from services.protocol.ticket import first_holder_id
 from services.runtime.errors import QuireError
 
@@ -15,13 +17,13 @@ _MAX_SHARES = 20
 
 
 class BlockMaps:
-    """The part `pools` of the document. `requests` returns the client's ids of this gateway's
-    requests by holder."""
+    """The part `pools` of the document."""
 
-    def __init__(self, relay: Relay, requests: Callable[[], dict[str, str]]) -> None:
+    def __init__(self, relay: Relay, dispatcher: Dispatcher) -> None:
         self._relay = relay
-        self._requests = requests
+        self._dispatcher = dispatcher
         self._request_of: dict[str, str] = {}
+        """The client's ids of this gateway's requests, by holder."""
         self.pools: dict[str, dict[str, Any]] = {}
         self.is_current = False
 
@@ -35,7 +37,8 @@ class BlockMaps:
         except QuireError:
             self.is_current = False
             return
-        self._request_of = self._requests()
+        running = self._dispatcher.requests
+        self._request_of = {each.tickets.holder_id: client_id(each.id) for each in running}
         maps = answer.maps[:_MAX_POOLS]
         self.is_current = True
         self.pools = {each.pool.pool_id: self._pool(each) for each in maps}

@@ -11,11 +11,10 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.request.events import Phase
-from services.gateway.request.records import Record, Records, record_of
+from services.gateway.request.records import Record, record_of
 from services.gateway.request.request import Request
 from services.gateway.request.timeline import now_ms
-from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.wiring import Wiring
 from services.gateway.workers.worker import Worker
 from services.runtime.metrics import GatewayMetrics
 
@@ -33,20 +32,12 @@ prefill worker's, or for its prompt."""
 
 
 class DashboardDocument:
-    def __init__(
-        self,
-        gateway_id: str,
-        directory: WorkerDirectory,
-        dispatcher: Dispatcher,
-        metrics: GatewayMetrics,
-        records: Records,
-        block_maps: BlockMaps,
-    ) -> None:
-        self._gateway_id = gateway_id
-        self._directory = directory
-        self._dispatcher = dispatcher
+    def __init__(self, wiring: Wiring, metrics: GatewayMetrics, block_maps: BlockMaps) -> None:
+        self._gateway_id = wiring.gateway_id
+        self._directory = wiring.directory
+        self._dispatcher = wiring.dispatcher
+        self._records = wiring.explainer.records
         self._metrics = metrics
-        self._records = records
         self._block_maps = block_maps
         self._history: deque[list[float]] = deque(maxlen=_NUM_SAMPLES)
         """Samples of the last ten minutes, for a page that opens only now."""

@@ -18,7 +18,6 @@ from services.gateway.dashboard.feed import Feed
 from services.gateway.grpc.relay import Relay
 from services.gateway.http.answering.sending import EventStream, Json
 from services.gateway.http.middleware.authentication import PAGE
-from services.gateway.identity import client_id
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied
 from services.runtime.metrics import GatewayMetrics
@@ -57,17 +56,10 @@ class Dashboard:
         host: str,
         keyring: Keyring | None,
     ) -> None:
-        def requests() -> dict[str, str]:
-            running = wiring.dispatcher.requests
-            return {each.tickets.holder_id: client_id(each.id) for each in running}
-
         self._setting, self._host, self._keyring = setting, host, keyring
         self._explainer = wiring.explainer
-        self._block_maps = BlockMaps(block_manager, requests)
-        self.document = DashboardDocument(
-            *(wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics),
-            *(wiring.explainer.records, self._block_maps),
-        )
+        self._block_maps = BlockMaps(block_manager, wiring.dispatcher)
+        self.document = DashboardDocument(wiring, metrics, self._block_maps)
         self.feed = Feed(self.document.build)
         self._files = {
             path.name: Response(path.read_bytes(), 200, _HEADERS, _TYPES[path.suffix])

@@ -202,13 +202,13 @@ def _read_llama3(reader: Reader, writer: PartWriter, offered: Collection[str]) -
     """Calls without a marker must begin the message, and name a function that is offered."""
 
     def several(names: Collection[str] | None) -> Reading[None]:
-        yield from read_call(reader, writer, names)
-        writer.end_call()
-        while (yield from reader.skip_spaces()) in (";", ","):
-            reader.take(1)
-            yield from reader.skip_spaces()
+        while True:
             yield from read_call(reader, writer, names)
             writer.end_call()
+            if (yield from reader.skip_spaces()) not in (";", ","):
+                return
+            reader.take(1)
+            yield from reader.skip_spaces()
 
     def body() -> Reading[None]:
         yield from reader.skip_spaces()
