@@ -26,7 +26,6 @@ from services.gateway.workers.connection import WorkerConnection, WorkerEventSin
 from services.gateway.workers.directory import Connection, WorkerDirectory
 from services.gateway.workers.models.catalog import load_model
 from services.gateway.workers.models.generation_config import GenerationConfig
-from services.gateway.workers.models.model_names import parse_aliases
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.registry_heartbeat import RegistryHeartbeat
@@ -126,11 +125,7 @@ async def start_gateway(
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     adapters = None
     if options.max_loras:
-        adapters = GatewayAdapters(
-            *(registry, directory.configs, options.max_loras, options.max_lora_rank),
-            options.lora,
-            parse_aliases(options.model_aliases),
-        )
+        adapters = GatewayAdapters(registry, directory.configs, options)
     explainer = Explainer(dispatcher, directory, router, records)
     gateway = Gateway(
         *(directory, dispatcher, changes, request_metrics, options, explainer),

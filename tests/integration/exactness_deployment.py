@@ -149,7 +149,7 @@ class ExactnessDeployment:
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )
-        router, options = Router(self.store, b"secret"), GatewayOptions()
+        router, options = Router(self.store, b"secret"), GatewayOptions(max_loras=1)
         self.dispatcher = Dispatcher(
             *(self.directory, router, self.registry, options, changes),
             *(request_metrics.record_end, Movers(b"").pull),
@@ -159,7 +159,7 @@ class ExactnessDeployment:
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
         await self.directory.refresh()
-        adapters = GatewayAdapters(self.registry, self.directory.configs, 1, 64)
+        adapters = GatewayAdapters(self.registry, self.directory.configs, options)
         if setting.adapts:
             await adapters.load(ADAPTER, str(self._models.adapter))
         explainer = Explainer(self.dispatcher, self.directory, router, Records())

@@ -8,16 +8,16 @@ reads the names and shapes of an adapter only; workers load its weights
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 from blockstore.errors import BlockStoreError
 from blockstore.registry import AdapterList
 from quire.names import name_problem
-from services.gateway.workers.models.model_names import choose_model, with_aliases
+from services.gateway.config import GatewayOptions
+from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.config.model_config import ModelConfig
 from services.protocol.ticket import Adapter
@@ -41,23 +41,19 @@ class ServedAdapter:
 
 
 class GatewayAdapters:
-    """The adapters of one gateway. `models` has the served models by name, with their configs.
-    `initial` are adapters to load, (name, directory) each. `aliases` has the model of each
-    alias."""
+    """The adapters of one gateway. `models` returns the served models by name, with their
+    configs."""
 
     def __init__(
         self,
         listed: AdapterList,
         models: Callable[[], Mapping[str, ModelConfig]],
-        max_loras: int,
-        max_rank: int,
-        initial: Sequence[tuple[str, str]] = (),
-        aliases: Mapping[str, str] = MappingProxyType({}),
+        options: GatewayOptions,
     ) -> None:
         self._listed = listed
         self._models = models
-        self._max_loras, self._max_rank = max_loras, max_rank
-        self._initial, self._aliases = initial, aliases
+        self._max_loras, self._max_rank = options.max_loras, options.max_lora_rank
+        self._initial, self._aliases = options.lora, parse_aliases(options.model_aliases)
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         self._read_at = -_REFRESH_S

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
-from services.gateway.config import GatewaySettings
+from services.gateway.config import GatewayOptions, GatewaySettings
 from services.gateway.workers.adapters import GatewayAdapters
 from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from services.model.checkpoint.reading import read_model_config
@@ -58,9 +57,10 @@ def gateway(
     registry: MemoryRegistry,
     config: ModelConfig,
     max_loras: int = 2,
-    initial: Sequence[tuple[str, str]] = (),
+    initial: tuple[tuple[str, str], ...] = (),
 ) -> GatewayAdapters:
-    return GatewayAdapters(registry, lambda: {"base": config}, max_loras, 8, initial=initial)
+    options = GatewayOptions(max_loras=max_loras, max_lora_rank=8, lora=initial)
+    return GatewayAdapters(registry, lambda: {"base": config}, options)
 
 
 def never() -> None:
@@ -134,7 +134,7 @@ async def test_a_model_with_the_name_of_an_adapter_is_logged_once(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
     models = {"base": config}
-    one = GatewayAdapters(registry, lambda: models, 2, 8)
+    one = GatewayAdapters(registry, lambda: models, GatewayOptions(max_loras=2))
     await one.load("poet", str(adapter))
     models["poet"] = config
     with capture_logs() as logs:
@@ -150,7 +150,9 @@ async def test_aliases_of_models(
 ) -> None:
     """An alias names the base model, and no adapter takes its name."""
     models = {"base": config, "other": config}
-    one = GatewayAdapters(registry, lambda: models, 2, 8, aliases={"b": "base"})
+    one = GatewayAdapters(
+        registry, lambda: models, GatewayOptions(max_loras=2, model_aliases=("b=base",))
+    )
     assert (await one.load("poet", str(adapter), "b")).model == "base"
     with pytest.raises(InvalidRequest, match="b is the name of a model"):
         await one.load("b", str(adapter), "base")
@@ -163,14 +165,15 @@ async def test_adapters_of_the_start_must_load(
     registry: MemoryRegistry, config: ModelConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=r"--lora x=.*nowhere: adapter .*: .*No such file"):
-        await gateway(registry, config, initial=[("x", str(tmp_path / "nowhere"))]).watch(never)
+        await gateway(registry, config, initial=(("x", str(tmp_path / "nowhere")),)).watch(never)
 
 
 async def test_gateway_is_ready_once_the_adapters_of_the_start_are_served(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
     models: dict[str, ModelConfig] = {}
-    one = GatewayAdapters(registry, lambda: models, 2, 8, initial=[("poet", str(adapter))])
+    options = GatewayOptions(max_loras=2, lora=(("poet", str(adapter)),))
+    one = GatewayAdapters(registry, lambda: models, options)
     ready = asyncio.Event()
     watching = asyncio.create_task(one.watch(ready.set))
     assert not one.ready
