@@ -2,6 +2,7 @@
 takes the other role."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from blockstore.errors import UnknownPool
@@ -22,16 +23,12 @@ _REGISTRY_LAG_S = 5.0
 
 class Drainer:
     """Drains workers for operators: one at a time, and never the last serving worker of its role on
-    a pool, unless the operator forces it. `peer_id`, `rpc_key` and `tls` are for the connections to
-    workers. A worker has `timeout_s` to answer."""
+    a pool, unless the operator forces it. `tell` sends a command to a worker, as below. A worker
+    has `timeout_s` to answer."""
 
-    def __init__(
-        self, peer_id: str, rpc_key: bytes, timeout_s: float, tls: TlsFiles | None = None
-    ) -> None:
-        self._peer_id = peer_id
-        self._rpc_key = rpc_key
+    def __init__(self, tell: Callable[..., Awaitable[Draining]], timeout_s: float) -> None:
+        self._tell = tell
         self._timeout_s = timeout_s
-        self._tls = tls
         self._lock = asyncio.Lock()
         self._recent: dict[tuple[str, str], float] = {}
         """When the lag ends, by the id and the role of a drained worker."""
@@ -56,10 +53,9 @@ class Drainer:
             told = worker_id, worker.role
             before = self._recent.get(told, 0.0)
             self._recent[told] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
-            to_worker = worker, self._peer_id, self._rpc_key, self._tls
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await tell(*to_worker, drain=Drain(next_role=next_role))
+                    answer = await self._tell(worker, drain=Drain(next_role=next_role))
                     return int(answer.num_running)
             except InvalidRequest:
                 self._recent[told] = before

@@ -52,9 +52,8 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self._runner = runner
         self._last_audits = last_audits
         self._watch = BlockWatch()
-        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
-        tell_worker = partial(tell, peer_id=member_id, rpc_key=rpc_key, tls=tls)
-        self._reloader = Reloader(tell_worker, drain_timeout_s)
+        to_workers = partial(tell, peer_id=member_id, rpc_key=rpc_key, tls=tls), drain_timeout_s
+        self._drainer, self._reloader = Drainer(*to_workers), Reloader(*to_workers)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection
