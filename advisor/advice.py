@@ -18,12 +18,7 @@ from dataclasses import dataclass
 
 from advisor.workload import RecordedRequest
 from quire.errors import QuireError
-from services.pool.allotment import (
-    LOOK_AHEAD,
-    WATERMARK,
-    blocks_at_admission,
-    blocks_for_decode,
-)
+from services.pool.allotment import LOOK_AHEAD, WATERMARK, blocks_at_admission, blocks_for_decode
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 

@@ -140,11 +140,7 @@ def reload(self: object, model: str = "", timeout_s: float = 600.0) -> Call[tupl
 
 
 def scale(
-    self: object,
-    *,
-    num_prefill: int | None = None,
-    num_decode: int | None = None,
-    model: str = "",
+    self: object, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
 ) -> Call[Scaled]:
     """Let workers of a model in a `quire serve` take the other role, and start or drain the rest.
     None leaves a role as it is, but for idle workers that the other role takes. `model` may be

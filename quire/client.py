@@ -81,9 +81,7 @@ class Stream:
         self.cancel()
 
 
-def _asked(
-    make: Callable[Concatenate[Any, P], Call[T]],
-) -> Callable[Concatenate[Any, P], T]:
+def _asked(make: Callable[Concatenate[Any, P], Call[T]]) -> Callable[Concatenate[Any, P], T]:
     """Return the method that makes a call and waits for its result."""
 
     @wraps(make)

@@ -23,10 +23,7 @@ class HttpFlags(AccessFlags):
     url: Annotated[
         str,
         Option(
-            metavar="URL",
-            envvar="QUIRE_URL",
-            parser=http_url,
-            help="the HTTP port of a gateway",
+            metavar="URL", envvar="QUIRE_URL", parser=http_url, help="the HTTP port of a gateway"
         ),
     ] = "http://127.0.0.1:8000"
 

@@ -62,8 +62,7 @@ class RunOptions:
         ),
     ] = None
     offline: Annotated[
-        bool,
-        Option("--offline", help="download no model: serve only what this host has"),
+        bool, Option("--offline", help="download no model: serve only what this host has")
     ] = False
     own: Annotated[
         list[str] | None,
@@ -75,12 +74,10 @@ class RunOptions:
         ),
     ] = None
     num_prefill: Annotated[
-        int,
-        _number("--prefill", min=0, help="prefill workers; 0: other hosts have them"),
+        int, _number("--prefill", min=0, help="prefill workers; 0: other hosts have them")
     ] = 1
     num_decode: Annotated[
-        int,
-        _number("--decode", min=0, help="decode workers; 0: other hosts have them"),
+        int, _number("--decode", min=0, help="decode workers; 0: other hosts have them")
     ] = 1
     num_gateways: Annotated[
         int, _number("--gateways", min=1, help="gateways, each on the next ports")

@@ -15,12 +15,7 @@ from quire.supervisor.roles import Roles
 from quire.supervisor.run_directory import supervisor_address
 from quire.supervisor.upgrade import Upgrader
 from quire.supervisor.worker_scaler import WorkerScaler
-from quire.v1.supervisor_pb2 import (
-    ScaleRequest,
-    ScaleResponse,
-    UpgradeRequest,
-    UpgradeResponse,
-)
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeRequest, UpgradeResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
 
 _ACCEPT_PINGS = (

@@ -141,8 +141,7 @@ class Supervisor:
 
     def _start(self, spec: ChildSpec) -> Child:
         child = Child(
-            *(spec, self._pipe, self._listeners, self._console),
-            is_steady=lambda: self._has_served,
+            *(spec, self._pipe, self._listeners, self._console), is_steady=lambda: self._has_served
         )
         self._children.append(child)
         self._spawn(child.run())

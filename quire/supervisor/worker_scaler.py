@@ -101,12 +101,7 @@ class WorkerScaler:
         raise ValueError(f"{which}: name one of {', '.join(names)}")
 
     def _scale_role(
-        self,
-        role: str,
-        model: str,
-        number: int | None,
-        starting: list[str],
-        leaving: list[str],
+        self, role: str, model: str, number: int | None, starting: list[str], leaving: list[str]
     ) -> int:
         """Start or drain workers of a role, and note their names; returns the role's number."""
         # A worker that has run longer serves if any does: those that start, or start again, leave.

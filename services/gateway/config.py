@@ -29,8 +29,7 @@ class UserOptions(RequestOptions):
         "workers waits patience_s and then fails with 503; for any other model it fails with 404",
     )
     model_aliases: SeveralTexts = Field(
-        default=(),
-        description="more names of models, by commas: ALIAS=MODEL",
+        default=(), description="more names of models, by commas: ALIAS=MODEL"
     )
     max_waiting: int = Field(
         default=1024,

@@ -37,11 +37,7 @@ from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
 from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.protocol.ticket import Adapter
-from services.runtime.errors import (
-    DeadlineExceeded,
-    NoWorker,
-    Overloaded,
-)
+from services.runtime.errors import DeadlineExceeded, NoWorker, Overloaded
 from services.runtime.logging import bind_request_id
 from services.runtime.rpc.error_table import code_of
 
@@ -138,18 +134,13 @@ class Gateway:
                 running.end_call(output)
 
     async def _enqueue(
-        self,
-        asked: GenerationRequest | EmbeddingRequest,
-        name: str,
-        trace: RequestTrace | None,
+        self, asked: GenerationRequest | EmbeddingRequest, name: str, trace: RequestTrace | None
     ) -> tuple[Request, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
         options, caller, arrived_at = self._options, asked.caller, self._clock()
         check_priority(
-            asked.priority,
-            client_priority=options.client_priority,
-            ceiling=caller.priority_ceiling,
+            asked.priority, client_priority=options.client_priority, ceiling=caller.priority_ceiling
         )
         request_id = scoped_id(name, asked.resume_token, caller.key)
         resumes = asked.received is not None

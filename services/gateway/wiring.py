@@ -128,15 +128,11 @@ async def start_gateway(
         adapters = GatewayAdapters(registry, directory.configs, options)
     explainer = Explainer(dispatcher, directory, router, records)
     gateway = Gateway(
-        *(directory, dispatcher, changes, request_metrics, options, explainer),
-        *(tracer, adapters),
+        *(directory, dispatcher, changes, request_metrics, options, explainer), *(tracer, adapters)
     )
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
-        work = {
-            "registry": directory.watch(),
-            "drain workers": migration.drain_workers(),
-        }
+        work = {"registry": directory.watch(), "drain workers": migration.drain_workers()}
         if adapters is not None:
             work["adapters"] = adapters.watch(changes.notify)
         if options.rebalance_s:

@@ -17,14 +17,7 @@ from typing import ClassVar
 from kvops.backend import BackendUnavailable
 from kvops.cuda import Driver, driver_of
 from kvops.cuda.vmm import CopyQueue, DriverError, SharedMemory, allocation_bytes
-from services.mover.transport import (
-    Area,
-    OutOfReach,
-    Region,
-    State,
-    TransportError,
-    stamps_region,
-)
+from services.mover.transport import Area, OutOfReach, Region, State, TransportError, stamps_region
 from services.pool.directory import PoolDirectory
 from services.pool.header import BadHeader, PoolHeader
 from services.pool.keeper import KeeperRefusal, borrow, close_all

@@ -8,12 +8,7 @@ from typing import Any
 from services.engine.messages import AbortSequence, Removed
 from services.engine.sequences.results import Advance
 from services.worker.pool_engine import PoolEngine
-from services.worker.requests.events import (
-    ABORTED,
-    Session,
-    hypothesis_events,
-    token_events,
-)
+from services.worker.requests.events import ABORTED, Session, hypothesis_events, token_events
 from services.worker.requests.jobs import State
 from services.worker.roles.block_extender import BlockExtender
 from services.worker.roles.prefill import Prefill

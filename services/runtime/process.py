@@ -21,14 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from blockstore.errors import StoreUnavailable, StoreUnsuitable
 from services.runtime import open_files
-from services.runtime.config import (
-    S,
-    ServiceSettings,
-    chosen,
-    load_settings,
-    resolved,
-    variables,
-)
+from services.runtime.config import S, ServiceSettings, chosen, load_settings, resolved, variables
 from services.runtime.errors import StartupError
 from services.runtime.logging import configure_logging, get_logger
 from services.runtime.starting import end_imports

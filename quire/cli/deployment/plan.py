@@ -12,14 +12,7 @@ from quire.cli.deployment.scale import print_change
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
 from quire.errors import QuireError
-from quire.planning import (
-    INTER_TOKEN_S,
-    TTFT_S,
-    divided,
-    held_share,
-    plan_decode,
-    plan_prefill,
-)
+from quire.planning import INTER_TOKEN_S, TTFT_S, divided, held_share, plan_decode, plan_prefill
 from quire.types import Pool, Worker
 
 if TYPE_CHECKING:

@@ -31,10 +31,7 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
     supervisor.serve(resolved(options), models, run_root)
 
 
-def down(
-    run: RunName = None,
-    run_root: RunRoot = RUNS,
-) -> None:
+def down(run: RunName = None, run_root: RunRoot = RUNS) -> None:
     """End a `quire serve` of this user."""
     ended = stop_run(run_root, run)
     print(f"the run on port {ended.grpc_port} (pid {ended.pid}) has ended")

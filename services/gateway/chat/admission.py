@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from blockstore.records import PoolSpec
 from services.gateway.api import GenerationRequest
-from services.gateway.chat.prompts import (
-    PROMPT,
-    check_token_ids,
-    context_length,
-    tokenize_prompt,
-)
+from services.gateway.chat.prompts import PROMPT, check_token_ids, context_length, tokenize_prompt
 from services.gateway.chat.retaining import resolve_retain
 from services.gateway.chat.sampling import resolve_sampling
 from services.gateway.chat.tools import form_of, parsing_of

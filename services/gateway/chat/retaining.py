@@ -31,10 +31,7 @@ async def resolve_retain(
 
 
 async def _resolved(
-    asked: RetainDirective,
-    request: GenerationRequest,
-    prompt: tuple[int, ...],
-    served: ModelPools,
+    asked: RetainDirective, request: GenerationRequest, prompt: tuple[int, ...], served: ModelPools
 ) -> RetainDirective:
     check_text("prompt_cache_key", asked.name, MAX_NAME_CHARS)
     require(1 <= asked.ttl_s <= MAX_TTL_S, f"ttl is {asked.ttl_s} s, not in [1, {MAX_TTL_S}]")

@@ -63,9 +63,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             asked = _embedding_from_wire(request, context.time_remaining())
         found = await self._generator.embed(asked)
         return inference_pb2.EmbedResponse(
-            request_id=found.request_id,
-            embedding=found.values,
-            usage=_usage(found.usage),
+            request_id=found.request_id, embedding=found.values, usage=_usage(found.usage)
         )
 
     async def Explain(

@@ -121,10 +121,7 @@ class Placement:
             else:
                 detached.abort()
         return await self._router.routes(
-            request,
-            open_pools,
-            prefill_pools,
-            may_pull=request.unsent_prompt_logprobs is None,
+            request, open_pools, prefill_pools, may_pull=request.unsent_prompt_logprobs is None
         )
 
     async def _place_on_route(self, queue: ModelQueue, request: Request, route: Route) -> bool:

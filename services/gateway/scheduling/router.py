@@ -124,12 +124,7 @@ class Router:
         return prefill == decode or self.can_copy(prefill.pool_id, decode.pool_id)
 
     def _route(
-        self,
-        num_tokens: int,
-        pool: Pool,
-        prefill: Pool,
-        seen: Mapping[str, _Seen],
-        may_pull: bool,
+        self, num_tokens: int, pool: Pool, prefill: Pool, seen: Mapping[str, _Seen], may_pull: bool
     ) -> Route:
         here, spec = seen[prefill.spec.pool_id], prefill.spec
         ways = [("", here.num_cached, 0.0)]

@@ -48,11 +48,7 @@ from services.gateway.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
 
-_BEAM_FIELDS: dict[str, object] = {
-    "beam_width": 1,
-    "early_stopping": False,
-    "length_penalty": 1,
-}
+_BEAM_FIELDS: dict[str, object] = {"beam_width": 1, "early_stopping": False, "length_penalty": 1}
 """The parameters of a beam search, each with the value that is accepted without a beam search."""
 
 DEFAULT_MAX_TOKENS = 16
