@@ -181,7 +181,7 @@ async def _describe(member: Member, settings: MoverSettings) -> mover_pb2.Descri
 
 
 def _copies(transport: Transport, header: PoolHeader) -> Copies:
-    stamps = Stamps.private(header.num_blocks, header.layout.block_size)
+    stamps = Stamps(None, header.num_blocks, header.layout.block_size)
     return Copies(stamps, transport.prepare(stamps_region(stamps, header)))
 
 

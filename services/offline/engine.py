@@ -107,7 +107,7 @@ class OfflineEngine:
         available = available_bytes(Path("/dev/shm"))  # as for the pool of a service
         num_blocks = num_blocks_for(loaded.plan, block_bytes, available)
         pool = KVPool.private(layout, num_blocks, "cpu")
-        stamps = Stamps.private(num_blocks, layout.block_size)
+        stamps = Stamps(None, num_blocks, layout.block_size)
         header = PoolHeader("offline", "", layout, num_blocks, int(WATERMARK * num_blocks))
         nothing: Any = None  # no other process sees the pool: no directory, and no lock
         own = Membership(self._store, nothing, header, "offline", nothing, pool, stamps)

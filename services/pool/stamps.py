@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Self
 
 from blockstore.records import Content, PrefixHash
 
@@ -65,22 +64,14 @@ def record_bytes(block_size: int) -> int:
 class Stamps:
     """The mapped stamps of one pool. Only a block's holder may write its stamp (law 4)."""
 
-    def __init__(self, path: Path, num_blocks: int, block_size: int) -> None:
-        """Map the file. Raises ValueError if its size does not fit this geometry."""
-        self._take(map_file(path, num_blocks * record_bytes(block_size)), num_blocks, block_size)
-
-    @classmethod
-    def private(cls, num_blocks: int, block_size: int) -> Self:
-        """Stamps in this process's memory, all FREE: for copies of another pool's stamps."""
-        stamps = cls.__new__(cls)
-        stamps._take(mmap.mmap(-1, num_blocks * record_bytes(block_size)), num_blocks, block_size)
-        return stamps
-
-    def _take(self, memory: mmap.mmap, num_blocks: int, block_size: int) -> None:
+    def __init__(self, path: Path | None, num_blocks: int, block_size: int) -> None:
+        """Map the file. Raises ValueError if its size does not fit this geometry. None: stamps in
+        this process's memory, all FREE, such as copies of another pool's stamps."""
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._record_bytes = record_bytes(block_size)
-        self._bytes = memory
+        num_bytes = num_blocks * self._record_bytes
+        self._bytes = mmap.mmap(-1, num_bytes) if path is None else map_file(path, num_bytes)
 
     @property
     def memory(self) -> mmap.mmap:

@@ -122,7 +122,7 @@ async def test_the_gpu_copies_blocks_beside_the_mover(gpus: Gpus) -> None:
 async def test_stamps_are_read_as_they_are_now(gpus: Gpus) -> None:
     """Those before and after a copy show whether the block was given to another owner."""
     source = await asyncio.to_thread(gpus.transport.connect, gpus.memory())
-    found = Stamps.private(NUM_BLOCKS, LAYOUT.block_size)
+    found = Stamps(None, NUM_BLOCKS, LAYOUT.block_size)
     target = gpus.transport.prepare(stamps_region(found, gpus.a.header))
     records = []
     for owner in ("holder-1", "holder-2"):

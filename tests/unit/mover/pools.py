@@ -32,7 +32,7 @@ class Pool:
     async def make(cls, store: MemoryStore, pool_id: str) -> "Pool":
         spec = PoolSpec(pool_id, "m", "same", NUM_BLOCKS, SIZE, BLOCK_BYTES)
         pool = cls(
-            spec, store, Stamps.private(NUM_BLOCKS, SIZE), mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
+            spec, store, Stamps(None, NUM_BLOCKS, SIZE), mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         )
         await store.register_pool(spec)
         await store.register_worker(spec, "worker", mark_owned=pool.mark_owned)
@@ -170,7 +170,7 @@ class World:
         await store.register_worker(a.spec, "remote", lease_ms=10_000)
         await store.register_worker(b.spec, "mover", mark_owned=b.mark_owned)
         source = Source(store, a.spec, "remote", None, lease_s=10.0)
-        before, after = (Stamps.private(NUM_BLOCKS, SIZE) for _ in range(2))
+        before, after = (Stamps(None, NUM_BLOCKS, SIZE) for _ in range(2))
         source.stampings.put_nowait((Copies(before, before), Copies(after, after)))
         ended: list[str] = []
         transport = LateTransport(a, b, **options)

@@ -126,7 +126,7 @@ class Alone:
 
     def __init__(self, cache: Path) -> None:
         self.stamps, self.clock, self.check_fence = (
-            Stamps.private(1, 4),
+            Stamps(None, 1, 4),
             Mock(return_value=1),
             Mock(),
         )
