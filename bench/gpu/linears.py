@@ -12,11 +12,13 @@ import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits, worst
 from bench.gpu.experts import randn
 from bench.gpu.speed import copy_rate
-from kvops import Backend
+from kvops import Backend, fp8
+from kvops.fp8 import Float8Weight
 from kvops.grouped import GroupedWeight, like, pack
 from kvops.quantized import Kind
+from kvops.triton import linears
 
-KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16")
+KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8", "fp8-128")
 SHAPES = ((520, 2200), (64, 4096))
 NUM_ROWS = (1, 16, 40, 200, 300)
 SLACK = 4.0
@@ -35,8 +37,22 @@ def checks(machine: Machine) -> Iterator[Check]:
         yield f"{kind} equals the reference", partial(_equals, machine, ops, reference, kind)
     yield "same bits beside any rows of a class", lambda: _invariance(machine, ops)
     yield "same bits in a CUDA graph", lambda: _graph(machine, ops)
-    for kind in ("int4-128", "int8"):
+    for kind in ("int4-128", "int8", "fp8", "fp8-128"):
         yield f"speed of a layer of Qwen3-8B's shape, {kind}", partial(_speed, machine, ops, kind)
+
+
+def packed(kind: Kind, n: int, k: int) -> GroupedWeight:
+    """Random weights; the scales of fp8 differ a hundredfold, and some of its codes are subnormal
+    numbers."""
+    weight = randn(n, k) * k**-0.5
+    if not kind.startswith("fp8"):
+        return pack(kind, [weight])
+    num_scales = 1 if kind == "fp8" else -(-k // 128)
+    scales = (randn(n, num_scales, seed=1).abs() + 0.01) * k**-0.5
+    scales = scales.repeat(1, -(-k // 128) // num_scales)
+    relative = (weight / scales.repeat_interleave(128, 1)[:, :k]).clamp(-448, 448)
+    codes = relative.to(torch.float8_e4m3fn)
+    return pack(kind, [Float8Weight(codes.view(torch.uint8), scales)])
 
 
 def moved(weight: GroupedWeight, device: str) -> GroupedWeight:
@@ -46,13 +62,17 @@ def moved(weight: GroupedWeight, device: str) -> GroupedWeight:
 
 def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> Passed:
     shares = []
+    in_fp8 = kind == "fp8" and linears.has_fp8(torch.device(machine.device))
     for n, k in machine.pick(SHAPES, ((70, 200),)):
-        weight = pack(kind, [randn(n, k) * k**-0.5])
+        weight = packed(kind, n, k)
         there, bias = moved(weight, machine.device), randn(n, seed=1)
         for dtype in machine.pick([torch.bfloat16, torch.float16, torch.float32], [machine.half]):
             for num_rows in machine.pick(NUM_ROWS, (3, 257)):
                 x = randn(num_rows, k, seed=num_rows).to(dtype)
                 arguments = x.to(machine.device), there, bias.to(machine.device, dtype)
+                if in_fp8 and dtype == torch.bfloat16 and num_rows > 16:
+                    values, scales = fp8.rounded(x)
+                    x = (values.float() * scales).to(dtype)
                 expected = reference.linear(x, weight, bias.to(dtype))
                 shares.append(compare(ops.linear(*arguments), expected, SLACK))
     return worst(shares, f"{len(shares)} batches")

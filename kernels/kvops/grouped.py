@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from kvops import int4, int8
+from kvops.fp8 import Float8Weight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.quantized import Kind, group_of, output_scales, padded, with_tensors
 
 CHUNK = 128
 
-Form = Literal["int4", "int8"]
+Form = Literal["int4", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class GroupedWeight:
     kind: Kind
     num_inputs: int
     codes: Tensor
-    """uint8 [N, bytes of an output]. Codes of eight bits have the zero point 128."""
+    """uint8 [N, bytes of an output]. Integers of eight bits have the zero point 128; fp8 codes are
+    the bits of e4m3 numbers, without a zero point."""
     scales: Tensor
     """int32 [groups, N]: the bits of an fp32 scale, or for codes of four bits those of an fp16
     scale below those of an fp16 zero point."""
@@ -47,6 +49,8 @@ class GroupedWeight:
 
     @property
     def form(self) -> Form:
+        if self.kind.startswith("fp8"):
+            return "fp8"
         return "int4" if self.kind.startswith("int4") else "int8"
 
     @property
@@ -55,8 +59,9 @@ class GroupedWeight:
         groups for codes of four bits."""
         return min(self.group, CHUNK // 2) if self.form == "int4" else self.group
 
-    def check(self, device: torch.device) -> None:
-        """Raises ValueError if the tensors are on another device, or do not fit together."""
+    def __post_init__(self) -> None:
+        """Raises ValueError if the tensors do not fit together."""
+        device = self.codes.device
         for name, wanted in like(self.kind, len(self.codes), self.num_inputs).items():
             found = getattr(self, name)
             if (found.shape, found.dtype, found.device) != (wanted.shape, wanted.dtype, device):
@@ -71,13 +76,15 @@ class GroupedWeight:
             codes = torch.cat([runs & 15, runs >> 4], dim=2)
             scales, zeros = words.view(torch.float16).float().chunk(2, dim=2)
         else:
-            codes, scales, zeros = self.codes, words.view(torch.float32), torch.tensor(128.0)
+            is_float, scales = self.form == "fp8", words.view(torch.float32)
+            codes = self.codes.view(torch.float8_e4m3fn).float() if is_float else self.codes
+            zeros = torch.tensor(0.0 if is_float else 128.0, device=codes.device)
         weights: Tensor = (codes.reshape(n, -1, self.group) - zeros) * scales
         return weights.view(n, -1)[:, : self.num_inputs]
 
 
 def as_kind(
-    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight]
+    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight | Float8Weight]
 ) -> list[Int4Weight | Int8Weight]:
     """The weights quantized as `kind` says, those in floating point by rounding. Raises ValueError
     if weights are quantized in another way."""
@@ -90,11 +97,15 @@ def as_kind(
     return fitting
 
 
-def pack(kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight]) -> GroupedWeight:
+def pack(
+    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight | Float8Weight]
+) -> GroupedWeight:
     """Join weights [n_i, K] along their outputs. Raises ValueError as `as_kind` does."""
-    parts = as_kind(kind, weights)
+    in_fp8 = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    others = [weight for weight in weights if not isinstance(weight, Float8Weight)]
+    parts = in_fp8 if in_fp8 and not others else as_kind(kind, others)
     whole = with_tensors(parts[0], lambda name: torch.cat([getattr(part, name) for part in parts]))
-    (n, k), group = whole.codes.shape, whole.group
+    (n, k), group = whole.codes.shape, group_of(kind)
     inputs = -(-k // CHUNK) * CHUNK
     codes = padded(whole.codes, n, inputs)
     outputs = output_scales(whole.scales)
@@ -105,7 +116,8 @@ def pack(kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight]) -> Gro
         pairs = torch.stack([scales, padded(whole.zeros, n, inputs // group)], dim=2)
         words = pairs.half().view(torch.int32).squeeze(2)
     else:
-        codes, words = codes.view(torch.uint8) ^ 128, scales.view(torch.int32)
+        words = scales.view(torch.int32)
+        codes = codes if kind.startswith("fp8") else codes.view(torch.uint8) ^ 128
     return GroupedWeight(kind, k, codes, words.T.contiguous(), outputs)
 
 

@@ -223,10 +223,12 @@ class Backend:
         self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None = None
     ) -> Tensor:
         """Computes x [T, in] @ weight [out, in] transposed + bias [out]. Quantized weights are
-        rounded to x's dtype, except for the scale of each output. Result: [T, out]."""
+        rounded to x's dtype, except for the scale of each output. More than 16 rows beside weights
+        in fp8 may be rounded to fp8 too (`kvops.fp8.rounded`). Result: [T, out]."""
         if isinstance(weight, GroupedWeight):
             _check("x", x, x, (-1, weight.num_inputs))
-            weight.check(x.device)
+            if weight.codes.device != x.device:
+                raise ValueError(f"weight: on {weight.codes.device}, x on {x.device}")
             num_outputs = len(weight.codes)
         else:
             _check("x", x, weight, (-1, weight.shape[-1]))

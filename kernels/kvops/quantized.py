@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["float32", "bfloat16", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
-"""The kinds of packed weights, with their group; int8 has groups of 32."""
+QuantizedKind = Literal["fp8", "fp8-128", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
+"""The kinds of quantized weights, with their group; int8 has groups of 32, and fp8 has one scale
+for all inputs of an output. CPUs compute no fp8."""
+
+Kind = QuantizedKind | Literal["float32", "bfloat16"]
+"""The kinds of packed weights."""
 
 PANEL = 32
 """The outputs of a panel."""
@@ -33,16 +37,23 @@ class QuantizedWeight(Protocol):
     @property
     def scales(self) -> Tensor: ...
 
+
+class PackableWeight(QuantizedWeight, Protocol):
+    """Weights of a kind that CPUs compute."""
+
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
 
 
 def group_of(kind: Kind) -> int:
-    """Return the number of inputs that share a scale, or 0 for weights in floating point."""
-    return 32 if kind == "int8" else int(kind.partition("-")[2] or 0)
+    """Return the number of inputs that share a scale in memory, or 0 for weights that are not
+    quantized."""
+    groups = {"int8": 32, "fp8": 128}
+    return groups[kind] if kind in groups else int(kind.partition("-")[2] or 0)
 
 
 W = TypeVar("W", bound=QuantizedWeight)
+P = TypeVar("P", bound=PackableWeight)
 
 
 def with_tensors(weight: W, change: Callable[[str], Tensor]) -> W:
@@ -53,7 +64,7 @@ def with_tensors(weight: W, change: Callable[[str], Tensor]) -> W:
 
 
 def packed_pieces(
-    num_outputs: int, weights: Sequence[W], turn: int, num_bytes: int
+    num_outputs: int, weights: Sequence[P], turn: int, num_bytes: int
 ) -> Iterator[Tensor]:
     """Give the `packed_bytes` of one linear made of several weights [n_i, K] of one kind, as
     consecutive uint8 pieces of about `num_bytes`. `turn` is as in `joined`."""

@@ -10,19 +10,24 @@ def kind_to_make(quantize: Quantize) -> Quantization | None:
 
 
 def computed_kind(
-    stored: StoredQuantization | None, dtype: str, quantize: Quantize
+    stored: StoredQuantization | None, dtype: str, quantize: Quantize, kernels: str
 ) -> StoredKind | Quantization | None:
     """The kind with which quantized linears compute; None: in floating point.
 
     Stored quantized weights keep their kind, unless `quantize` is none or `dtype` is float32, in
-    which no quantized kernel computes: then they are dequantized.
+    which no quantized kernel computes: then they are dequantized. Weights in fp8 are also
+    dequantized if `kernels` are those of the CPU, or if `quantize` names another kind.
     """
     kind = stored.kind if stored else None
+    if kind and kind.startswith("fp8") and (kernels == "cpu" or kind_to_make(quantize)):
+        kind = None
     if quantize == "none" or (kind and dtype == "float32"):
         return None
     return kind or kind_to_make(quantize)
 
 
-def is_dequantized(stored: StoredQuantization | None, dtype: str, quantize: Quantize) -> bool:
+def is_dequantized(
+    stored: StoredQuantization | None, dtype: str, quantize: Quantize, kernels: str
+) -> bool:
     """Whether linears that the checkpoint has quantized compute in floating point."""
-    return bool(stored and stored.kind) and computed_kind(stored, dtype, quantize) is None
+    return bool(stored and stored.kind) and computed_kind(stored, dtype, quantize, kernels) is None

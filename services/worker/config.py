@@ -134,11 +134,11 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     def computed_kind(self, config: ModelConfig) -> StoredKind | Quantization | None:
         """The kind of the model's quantized linears; None if they compute in floating point."""
-        return computed_kind(config.quantization, self.dtype, self.quantize)
+        return computed_kind(config.quantization, self.dtype, self.quantize, self.kernels)
 
     def is_dequantized(self, config: ModelConfig) -> bool:
         """Whether linears that the checkpoint has quantized compute in floating point."""
-        return is_dequantized(config.quantization, self.dtype, self.quantize)
+        return is_dequantized(config.quantization, self.dtype, self.quantize, self.kernels)
 
     @property
     def kind_to_make(self) -> Quantization | None:

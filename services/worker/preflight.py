@@ -20,7 +20,9 @@ def check_quantize(settings: "WorkerSettings", config: ModelConfig) -> None:
     if wanted not in get_args(Quantization):
         return
     stored = config.quantization.kind if config.quantization else None
-    if stored is not None and stored != ("int4-64" if wanted == "int4" else wanted):
+    if stored in (None, "fp8", "fp8-128"):
+        return
+    if stored != ("int4-64" if wanted == "int4" else wanted):
         raise StartupError(
             f"the checkpoint is already quantized ({stored}); it cannot be quantized again, to "
             f"{wanted}"

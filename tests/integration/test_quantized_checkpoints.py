@@ -20,6 +20,7 @@ from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from services.engine.models import load_model
 from services.engine.weights.checkpoint import load_weights
+from services.engine.weights.dequantized import DequantizedWeights
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
 from services.model.checkpoint.reading import read_model_config
@@ -69,8 +70,9 @@ def dense(directory: Path, name: str) -> Tensor:
 
 
 def kinds(directory: Path, quantize: Quantization | None = None) -> dict[str, str]:
+    """The kinds of the CPU."""
     config = read_model_config(directory)
-    weights = load_weights(directory, config)
+    weights = DequantizedWeights(load_weights(directory, config), ("fp8", "fp8-128"))
     found = section_kinds(list(all_sections(config)), weights, torch.bfloat16, quantize)
     return dict(found)
 
@@ -121,7 +123,10 @@ def test_answers_are_those_of_the_dequantized_weights(
     compare_answers(tmp_path / "quantized", twin, bound=0.02)
 
 
-@pytest.mark.parametrize("name", ["gptq-64-v2", "awq-128", "w4a16-32-asymmetric", "w8a8"])
+@pytest.mark.parametrize(
+    "name",
+    ["gptq-64-v2", "awq-128", "w4a16-32-asymmetric", "w8a8", "fp8-block", "fp8-tensor"],
+)
 def test_composed_models_answer_with_the_dequantized_weights(
     plain: Path, tmp_path: Path, name: str
 ) -> None:
@@ -245,9 +250,7 @@ def composed_kinds(directory: Path, **options: Any) -> list[str | None]:
     model: Any = load_model(directory, torch.bfloat16, ops, device="meta", **options)
     layer = model._layers[0]
     weights = layer.qkv.weight, layer.gate_up.weight, model._head
-    for weight in weights:
-        if isinstance(weight, GroupedWeight):
-            weight.check(torch.device("meta"))
+    assert all(one.codes.is_meta for one in weights if isinstance(one, GroupedWeight))
     return [getattr(weight, "kind", None) for weight in weights]
 
 
@@ -258,6 +261,9 @@ def test_composed_models_have_the_kinds_of_the_cpu(plain: Path, tmp_path: Path) 
     assert composed_kinds(tmp_path / "awq") == [None, "int4-64", None]
     assert composed_kinds(tmp_path / "awq", dequantize=True) == [None] * 3
     assert composed_kinds(plain, quantize="int4") == ["int4-64", "int4-64", "int8"]
+    write_quantized(plain, tmp_path / "fp8", fp8_block())
+    assert composed_kinds(tmp_path / "fp8") == ["fp8-128", "fp8-128", None]
+    assert composed_kinds(tmp_path / "fp8", quantize="int8") == ["int8"] * 3
 
 
 def test_quantized_experts_are_refused_where_no_kernels_take_them(tmp_path: Path) -> None:

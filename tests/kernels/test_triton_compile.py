@@ -19,7 +19,7 @@ from kvops import AttentionShape, Backend
 from kvops.grouped import GroupedWeight, like
 from kvops.quantized import Kind
 from kvops.step import HeadNorms
-from kvops.triton import TritonKernels, attention
+from kvops.triton import TritonKernels, attention, linears
 from kvops.triton.experts import experts
 from kvops.triton.fusions import clear_begun_blocks
 from kvops.triton.linears import LINEAR_ROWS
@@ -185,6 +185,7 @@ def of_zeros(kind: Kind, n: int, k: int) -> GroupedWeight:
     [
         ("int4-128", torch.bfloat16),
         ("int8", torch.bfloat16),
+        ("fp8-128", torch.bfloat16),
         pytest.param("int4-32", torch.bfloat16, marks=pytest.mark.full),
         pytest.param("int4-64", torch.float16, marks=pytest.mark.full),
         pytest.param("int8-16", torch.bfloat16, marks=pytest.mark.full),
@@ -206,6 +207,15 @@ def test_quantized_linears_compile(
         if kernel.metadata.name == "_multiply":
             assert not loads_that_loops_wait_for(kernel.asm["ptx"])
             assert re.search(r"\b(mma|wgmma|tcgen05)\.", kernel.asm["ptx"])
+
+
+def test_rounding_to_fp8_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "has_fp8", lambda device: True)
+    with compiling(90, tmp_path) as compiled:
+        for num_rows in (17, 18, 100, 300):
+            OPS.linear(torch.zeros(num_rows, 4096).bfloat16(), of_zeros("fp8", 64, 4096))
+    (kernel,) = {id(one): one for one in compiled}.values()
+    assert "e4m3x2" in kernel.asm["ptx"]
 
 
 def test_quantized_linears_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:

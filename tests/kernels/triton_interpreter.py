@@ -1,6 +1,7 @@
-"""bf16 arithmetic for Triton's interpreter, as the hardware does it. NumPy has no bf16: without
-this module the interpreter truncates fp32 to bf16 where a GPU rounds to the nearest (ties to even),
-and its matrix product takes the bit patterns for numbers."""
+"""bf16 and fp8 arithmetic for Triton's interpreter, as the hardware does it. NumPy has no bf16:
+without this module the interpreter truncates fp32 to bf16 where a GPU rounds to the nearest (ties
+to even), and its matrix product takes the bit patterns for numbers. Its cast to fp8 loses the carry
+of a mantissa that rounds up to a power of two."""
 # Triton has no types.
 # mypy: disable-error-code="import-untyped"
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -20,11 +22,17 @@ def compute_bf16_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
             return TensorHandle(_rounded(source.data), tl.bfloat16)
         return cast(self, source, target)
 
+    def fp8_cast(self: Any, source: Any, target: Any, _mode: Any) -> Any:
+        assert (source.dtype.scalar, target.scalar) == (tl.float32, tl.float8e4nv)
+        in_fp8 = torch.from_numpy(source.data).to(torch.float8_e4m3fn)
+        return TensorHandle(in_fp8.view(torch.uint8).numpy(), tl.float8e4nv)
+
     def wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, _widened(a), _widened(b), *rest)
 
     patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
     patch.setattr(InterpreterBuilder, "create_dot", wide_dot)
+    patch.setattr(InterpreterBuilder, "create_fp_to_fp", fp8_cast)
 
 
 def _rounded(values: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 
 import kvops
 from bench.gpu.experts import in_dtype, randn, weights_of
+from bench.gpu.linears import packed
 from bench.gpu.paged import Geometry, attend, paged_batch
-from kvops import Backend
+from kvops import Backend, fp8
 from kvops.experts import ExpertWeights
 from kvops.grouped import pack
 from kvops.quantized import Kind
@@ -192,7 +193,7 @@ def test_experts_give_a_row_the_same_bits_in_every_batch(ops: Backend) -> None:
 
 # Quantized linears. A tile has 64 outputs, and a program at least four chunks of 128 inputs.
 
-KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16")
+KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8-128")
 LINEARS = {
     "one row, padded inputs": (1, 70, 200),
     "sums of splits": (3, 64, 1100),
@@ -214,7 +215,7 @@ def test_quantized_linears(
     k: int,
     dtype: torch.dtype,
 ) -> None:
-    weight = pack(kind, [randn(n, k) * k**-0.5])
+    weight = packed(kind, n, k)
     x, bias = randn(num_rows, k).to(dtype), randn(n).to(dtype)
     rtol, atol = TOLERANCE[dtype]
     for one in (bias, None):
@@ -222,11 +223,40 @@ def test_quantized_linears(
         torch.testing.assert_close(found, expected, rtol=2 * rtol, atol=2 * atol)
 
 
+def test_tensors_of_quantized_weights_fit_together(ops: Backend) -> None:
+    weight = pack("int4-32", [randn(64, 128)])
+    with pytest.raises(ValueError, match=r"scales: torch.int32 \[3, 64\]"):
+        dataclasses.replace(weight, scales=weight.scales[:3])
+    with pytest.raises(ValueError, match="x: float32"):
+        ops.linear(randn(2, 96), weight)
+
+
 def test_quantized_linears_give_a_row_the_same_bits_beside_any_others(ops: Backend) -> None:
     """Up to 16 rows, 64 and 256."""
     weight, x = pack("int4-32", [randn(64, 2500)]), randn(100, 2500)
     for low, high in ((1, 16), (17, 64), (65, 100)):
         assert torch.equal(ops.linear(x[:low], weight), ops.linear(x[:high], weight)[:low])
+
+
+@pytest.mark.parametrize("num_rows", [16, 17, 300])
+def test_more_than_16_rows_are_multiplied_in_fp8(
+    ops: Backend, reference: Backend, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    """Where the weights have one scale for an output: each row gets a scale too. A row of zeros
+    stays zero, and a row that is not finite is the only one."""
+    monkeypatch.setattr(linears, "has_fp8", lambda device: True)
+    weight, x, bias = packed("fp8", 64, 320), randn(num_rows, 320).bfloat16(), randn(64).bfloat16()
+    x[3], x[5, 7] = 0, float("nan")
+    found = ops.linear(x, weight, bias)
+    if num_rows > 16:
+        values, scales = fp8.rounded(x)
+        x = values.float() * scales
+    expected = reference.linear(x, weight, bias.to(x.dtype))
+    rtol, atol = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(
+        found.float(), expected.float(), rtol=2 * rtol, atol=4 * atol, equal_nan=True
+    )
+    assert found.isnan().any(1).nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize("num_heads", [20, 71])

@@ -39,8 +39,8 @@ def read(config: dict[str, Any]) -> StoredQuantization | None:
             StoredQuantization("gptq", "int4-128", 128),
         ),
         (AWQ, StoredQuantization("awq", "int4-64", 64)),
-        (FP8, StoredQuantization("fp8", None, block=True)),
-        ({"quant_method": "fp8"}, StoredQuantization("fp8", None)),
+        (FP8, StoredQuantization("fp8", "fp8-128", block=True)),
+        ({"quant_method": "fp8"}, StoredQuantization("fp8", "fp8")),
         (compressed("pack-quantized", INT4), StoredQuantization("pack-quantized", "int4-32", 32)),
         (
             compressed("int-quantized", INT8, TOKEN),
@@ -48,13 +48,13 @@ def read(config: dict[str, Any]) -> StoredQuantization | None:
         ),
         (
             compressed("float-quantized", FLOAT8, TOKEN),
-            StoredQuantization("fp8", None, symmetric=True),
+            StoredQuantization("fp8", "fp8", symmetric=True),
         ),
         (
             compressed(
                 "float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}
             ),
-            StoredQuantization("fp8", None, symmetric=True, block=True),
+            StoredQuantization("fp8", "fp8-128", symmetric=True, block=True),
         ),
     ],
 )

@@ -9,10 +9,15 @@ tiles of them into registers, in x's dtype, and multiplies in fp32.
 If there are few tiles, their inputs are divided among programs, so that all of the GPU reads; a
 second kernel adds the sums in order. All numbers of rows up to one of these bounds are computed
 alike, so a row has the same bits beside any others.
+
+Above 16 rows, weights in fp8 with one scale for each output are multiplied in fp8 where the GPU has
+that; then rows are rounded to fp8 too.
 """
 # Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +41,8 @@ _SUM_WIDTH = 1024
 def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     num_rows, num_outputs = len(x), len(weight.codes)
     bound = next((bound for bound in BOUNDS if num_rows <= bound), None)
+    if bound != BOUNDS[0] and _computes_in_fp8(x, weight):
+        return _in_fp8(x, weight, bias)
     if bound is None:
         return F.linear(x, unpacked(weight, x.dtype), bias)
     rows = min(bound, _MOST_ROWS)
@@ -73,6 +80,43 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
             sums, bias, out, num_outputs, splits, WIDTH=_SUM_WIDTH
         )
     return out
+
+
+def _computes_in_fp8(x: Tensor, weight: GroupedWeight) -> bool:
+    """Whether PyTorch multiplies such numbers: one scale for all inputs of an output, and sizes
+    that are multiples of 16."""
+    sizes = weight.num_inputs, len(weight.codes)
+    fits = weight.kind == "fp8" and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
+    return fits and has_fp8(x.device)
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether tensor cores multiply fp8 numbers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _in_fp8(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    """Round each row to e4m3 with a scale of its own, and multiply in fp8. The groups' scales are
+    1 (`kvops.quantized.output_scales`)."""
+    num_rows, size = x.shape
+    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, 1, device=x.device)
+    _round[(num_rows,)](
+        x.contiguous(), values, scales, size, WIDTH=triton.next_power_of_2(size), num_warps=8
+    )
+    weights = weight.codes.view(torch.float8_e4m3fn)[:, :size].T
+    outputs = weight.outputs[None, :]
+    return torch._scaled_mm(values, weights, scales, outputs, bias, out_dtype=x.dtype)
+
+
+@triton.jit
+def _round(x, values, scales, size, WIDTH: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    wide = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), axis=0) / 448.0, 1e-12)
+    tl.store(scales + row, scale)
+    tl.store(values + row * size + i, (wide / scale).to(tl.float8e4nv), mask=i < size)
 
 
 @triton.jit

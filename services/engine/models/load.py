@@ -72,12 +72,15 @@ def load_model(
     """
     directory = Path(directory)
     config = read_model_config(directory).for_context(context)
+    weights = load_weights(directory, config, dtype)
+    if dequantize:
+        weights = DequantizedWeights(weights)
+    elif backend.native is not None or quantize:
+        weights = DequantizedWeights(weights, ("fp8", "fp8-128"))
     if backend.native is not None:
-        weights = _weights(directory, config, dtype, dequantize)
         return load_fused(
             *(directory, config, weights, dtype, quantize, backend.native, cache, progress)
         )
-    weights = _weights(directory, config, dtype, dequantize)
     kinds = section_kinds(list(all_sections(config)), weights, dtype, quantize)
     digest = weights_digest(directory, progress)
 
@@ -85,11 +88,6 @@ def load_model(
         return _composed(directory, config, weights, digest, backend, place, kinds)
 
     return _placed(load, f"{digest} {config} {kinds}", dtype, device, shared)
-
-
-def _weights(directory: Path, config: ModelConfig, dtype: torch.dtype, dequantize: bool) -> Weights:
-    weights = load_weights(directory, config, dtype)
-    return DequantizedWeights(weights) if dequantize else weights
 
 
 def load_shard(
@@ -233,7 +231,7 @@ class _Parts:
         sections = expert_sections(self.config, number)
         assert sections is not None
         for section in (*sections.gate_up, *sections.down):
-            if self.group(section):
+            if self.group(section) and not self.kinds[section.name].startswith("fp8"):
                 raise StartupError(
                     f"{self.directory}: backend {self.backend!r} has no kernels for experts of "
                     f"{self.kinds[section.name]}; --quantize none serves the weights in floating "

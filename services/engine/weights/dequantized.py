@@ -1,26 +1,31 @@
-"""Serves a quantized checkpoint in floating point."""
+"""Serves linears that a checkpoint has quantized in floating point."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.engine.weights.weights import Form, Weights
+from services.engine.weights.weights import Form, Weight, Weights
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizedWeights:
-    """The `Weights` of a checkpoint with all of its linears in floating point."""
+    """The `Weights` of a checkpoint with all linears of some forms in floating point."""
 
     weights: Weights
+    forms: Collection[Form] | None = None
+    """None for all forms."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         return self.weights.tensors
 
     def form(self, linear: str) -> Form:
-        return "float"
+        form = self.weights.form(linear)
+        return "float" if self.forms is None or form in self.forms else form
 
-    def linear(self, linear: str) -> Tensor:
+    def linear(self, linear: str) -> Weight:
         weight = self.weights.linear(linear)
-        return weight if isinstance(weight, Tensor) else weight.dequantized()
+        if isinstance(weight, Tensor) or self.form(linear) != "float":
+            return weight
+        return weight.dequantized()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvops.fp8 import Float8Weight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.quantized import Kind, group_of
@@ -14,7 +15,9 @@ from services.engine.weights.weights import Form, Weight, Weights
 from services.model.config.quantization import Quantization, StoredKind
 from services.runtime.errors import StartupError
 
-_WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "int8-16", "float")
+_WIDTHS: tuple[Form, ...] = (
+    *("int4-128", "int4-64", "int4-32", "int8", "int8-16", "fp8", "fp8-128", "float"),
+)
 
 
 def section_kinds(
@@ -58,6 +61,8 @@ def packable(kind: Kind, parts: Sequence[Weight]) -> Sequence[Weight]:
     if len(in_8_bits) == len(parts) and kind in ("int8", "int8-16"):
         return [part.regrouped(group_of(kind)) for part in in_8_bits]
     if all(isinstance(part, Int4Weight) and part.group == group_of(kind) for part in parts):
+        return parts
+    if kind.startswith("fp8") and all(isinstance(part, Float8Weight) for part in parts):
         return parts
     floats = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
     is_bf16 = all(part.dtype == torch.bfloat16 for part in floats)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvops.fp8 import Float8Weight
 from kvops.int4 import Int4Weight
 from kvops.int8 import GROUP, Int8Weight
 from services.engine.weights.weights import Weight
@@ -75,15 +76,17 @@ def _pack_quantized(stored: StoredQuantization, part: Parts, n: int, k: int) -> 
     return Int4Weight(codes, scales, zeros, stored.group)
 
 
-def _fp8(stored: StoredQuantization, part: Parts) -> Tensor:
-    """The weights in bf16: `part` of the checkpoint times its scale, rounded once."""
-    weight = _of(part, "weight").float()
+def _fp8(stored: StoredQuantization, part: Parts) -> Float8Weight:
+    """The scales are those of blocks, of outputs, or one for all."""
+    codes = _of(part, "weight").view(torch.uint8)
     scale = part("weight_scale_inv")
     scale = (_of(part, "weight_scale") if scale is None else scale).float()
     if stored.block:
-        scale = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-        scale = scale[: weight.shape[0], : weight.shape[1]]
-    return (weight * scale).bfloat16()
+        scales = scale.repeat_interleave(FP8_BLOCK, 0)[: len(codes)]
+    else:
+        num_blocks = -(-codes.shape[1] // FP8_BLOCK)
+        scales = scale.view(-1, 1).repeat(len(codes) // scale.numel(), num_blocks)
+    return Float8Weight(codes, scales)
 
 
 def _of(part: Parts, name: str) -> Tensor:

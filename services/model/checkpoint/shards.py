@@ -132,7 +132,7 @@ def check_shards(config: ModelConfig, size: int) -> None:
     if config.vocab_size < size:
         raise _refusal(size, f"a vocabulary of {config.vocab_size} has fewer tokens")
     stored = config.quantization
-    if stored is None or stored.kind is None:
+    if stored is None or stored.kind in (None, "fp8", "fp8-128"):
         return
     if stored.format == "gguf" and stored.kind in ("int8", "int8-16"):
         return

@@ -16,8 +16,9 @@ Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4
 """How tensors of a checkpoint hold a quantized linear. Both pack-quantized (4 bits) and
 int-quantized (8 bits) are of compressed-tensors, whose float-quantized is read as fp8."""
 
-StoredKind = Literal["int8", "int8-16", "int4-32", "int4-64", "int4-128"]
-"""The kind of linear that has exactly the stored weights."""
+StoredKind = Literal["int8", "int8-16", "int4-32", "int4-64", "int4-128", "fp8", "fp8-128"]
+"""The kind of linear that has exactly the stored weights. fp8 has one scale for all inputs of an
+output, and fp8-128 one for each block; CPUs compute both in bf16."""
 
 
 SUPPORTED = "Quire reads gptq, awq, compressed-tensors, fp8 and mxfp4, and GGUF files"
@@ -91,7 +92,8 @@ def _fp8(fields: JsonFields) -> StoredQuantization:
     _require(fields, "scale_fmt", "float", default="float")
     if fields.has("weight_block_size"):
         _require(fields, "weight_block_size", _BLOCK)
-    return StoredQuantization("fp8", None, block=fields.has("weight_block_size"))
+    has_blocks = fields.has("weight_block_size")
+    return StoredQuantization("fp8", "fp8-128" if has_blocks else "fp8", block=has_blocks)
 
 
 def _mxfp4(fields: JsonFields) -> StoredQuantization:
@@ -168,7 +170,9 @@ def _float8(weights: JsonFields) -> StoredQuantization:
         _refuse(weights, "strategy", f"{strategy!r} is not supported")
     if strategy == "block":
         _require(weights, "block_structure", _BLOCK)
-    return StoredQuantization("fp8", None, symmetric=True, block=strategy == "block")
+    has_blocks = strategy == "block"
+    kind: StoredKind = "fp8-128" if has_blocks else "fp8"
+    return StoredQuantization("fp8", kind, symmetric=True, block=has_blocks)
 
 
 def _group(fields: JsonFields) -> int:

@@ -11,7 +11,7 @@ from services.worker.computed_kind import computed_kind, is_dequantized
 from services.worker.config import PrefillSettings
 
 GPTQ = StoredQuantization("gptq", "int4-128", 128)
-FP8 = StoredQuantization("fp8", None)
+FP8 = StoredQuantization("fp8", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,22 @@ FP8 = StoredQuantization("fp8", None)
 def test_stored_weights_keep_their_kind_unless_they_are_dequantized(
     stored: StoredQuantization | None, dtype: str, quantize: Quantize, kind: str | None
 ) -> None:
-    assert computed_kind(stored, dtype, quantize) == kind
-    assert is_dequantized(stored, dtype, quantize) == (stored is GPTQ and kind is None)
+    assert computed_kind(stored, dtype, quantize, "cpu") == kind
+    assert is_dequantized(stored, dtype, quantize, "cpu") == (stored is not None and kind is None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "kind"),
+    [
+        ("auto", "auto", "fp8"),
+        ("auto", "int8", "int8"),
+        ("auto", "none", None),
+        ("float32", "auto", None),
+    ],
+)
+def test_gpus_compute_fp8(dtype: str, quantize: Quantize, kind: str | None) -> None:
+    assert computed_kind(FP8, dtype, quantize, "triton") == kind
+    assert is_dequantized(FP8, dtype, quantize, "triton") == (kind is None)
 
 
 def test_a_worker_finds_the_demo_model_by_its_word(

@@ -1,0 +1,30 @@
+"""Numbers in eight-bit floating point (e4m3)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+_LARGEST = 448.0
+_LEAST_SCALE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """Quantized weights [N, K]. codes: the bits of e4m3 numbers, uint8 [N, K]. scales: fp32
+    [N, ceil(K / 128)]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the weights [N, K], rounded once to bf16."""
+        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, : self.codes.shape[1]]
+        return (self.codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of x [T, K] in e4m3, and their scales, fp32 [T, 1]."""
+    scales = (x.float().abs().amax(1, keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
+    return (x.float() / scales).to(torch.float8_e4m3fn), scales
