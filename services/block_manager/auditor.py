@@ -56,8 +56,7 @@ class Auditor:
     async def _write_usage(self, stats: PoolStats, registry: Registry) -> None:
         used = {share.tenant: Used(share.block_ms) for share in stats.shares[:MAX_TENANT_LABELS]}
         source = f"{stats.spec.pool_id} at epoch {stats.ledger_epoch}"
-        if used:
-            await self._usage.write(registry, source, stats.made_ms / 1000, used)
+        await self._usage.write(registry, source, stats.made_ms / 1000, used)
 
     async def audit(self, connection: Connection) -> None:
         """Recount all pools; log and count every broken law."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.routing import Route
 
-from blockstore.errors import StoreUnavailable
+from blockstore.errors import BlockStoreError
 from blockstore.registry import Registry, Role
 from blockstore.store import BlockStore
 from quire.sockets import operations_socket, remove_dead_sockets
@@ -147,7 +147,7 @@ async def _write_usage(registry: Registry, source: str, metrics: RequestMetrics)
     writer, began_s = UsageWriter(), time.time()
 
     async def write(limit_s: float, interval_s: float = 0.0) -> None:
-        with suppress(StoreUnavailable, TimeoutError):
+        with suppress(BlockStoreError, TimeoutError):
             async with asyncio.timeout(limit_s):
                 await writer.write(registry, source, began_s, metrics.used, interval_s)
 

@@ -57,17 +57,19 @@ class UsageWriter:
 async def used_since(registry: Registry, since_s: float) -> dict[str, Used]:
     """Return what each tenant used from the beginning of that minute on. Raises errors of the
     store."""
-    minute = int(since_s // 60)
+    before = int(since_s // 60) - 1
     first: dict[str, dict[str, Used]] = {}
     last: dict[str, dict[str, Used]] = {}
-    for entry in await registry.usage(minute - 1, int(time.time() // 60) + 1):
+    entries = await registry.usage(before, int(time.time() // 60) + 1)
+    for minute, entry in enumerate(entries, before):
         for source, text in entry.items():
             began_s, counters = json.loads(text)
             last[source] = {tenant: Used(*numbers) for tenant, numbers in counters.items()}
-            first.setdefault(source, {} if began_s >= minute * 60 else last[source])
+            is_new = minute > before and began_s >= before * 60
+            first.setdefault(source, {} if is_new else last[source])
     total = defaultdict[str, Used](Used)
     for source, found in last.items():
         for tenant, used in found.items():
-            before = first[source].get(tenant, Used())
-            total[tenant] = total[tenant].plus(used).plus(before, -1)
+            earlier = first[source].get(tenant, Used())
+            total[tenant] = total[tenant].plus(used).plus(earlier, -1)
     return dict(total)

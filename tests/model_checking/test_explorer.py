@@ -77,7 +77,7 @@ class ReapForgetsOne(Ledger):
         num_holders = super().reap(worker_id)
         for holder in forgotten:
             self.holders[holder.holder_id] = holder
-            self.blocks.share(holder.acquired)
+            self.blocks.share(holder.acquired, holder.holder_id)
             holder.held.update(holder.acquired)
         return num_holders
 

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from typer import BadParameter, Option
 
 from quire.cli.calls import HttpFlags, http_call
 from quire.cli.flags import Json
-from quire.cli.output import Columns, print_table
+from quire.cli.output import print_table
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -29,14 +30,16 @@ def usage(
         print(json.dumps(found))
         return
     whole = sum(each["block_seconds"] for each in found["data"]) or 1.0
-    columns: Columns[dict[str, Any]] = {
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "TENANT": lambda used: used["tenant"],
         "BLOCK SECONDS": lambda used: round(used["block_seconds"]),
-        "SHARE": lambda used: f"{used['block_seconds'] / whole:.1%}",
+        "OF ALL": lambda used: f"{used['block_seconds'] / whole:.1%}",
         "PROMPT": lambda used: used["prompt_tokens"],
         "CACHED": lambda used: used["cached_tokens"],
         "GENERATED": lambda used: used["completion_tokens"],
     }
+    if len(found["data"]) < 2:  # others are hidden, or there are none
+        del columns["OF ALL"]
     print(f"since {datetime.fromtimestamp(found['since']):%Y-%m-%d %H:%M}")
     print_table(columns, found["data"])
 
