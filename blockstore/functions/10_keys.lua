@@ -169,28 +169,30 @@ end
 local COUNTERS = { 'next', 'clock', 'top', 'retained', 'starts' }
 local HEADER = {
   'num_blocks', 'watermark', 'recovering', 'version', 'next', 'clock', 'top', 'retained', 'starts',
-} -- the last ones are COUNTERS
+}
 
 -- Reads the pool's header for one call; `save` writes the changes back. UNKNOWN_POOL.
 local function find_pool(tag)
   local header = redis.call('HMGET', tag .. ':pool', unpack(HEADER))
   if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
-  local pool = {
+  local next, clock, top = tonumber(header[5]), tonumber(header[6]), tonumber(header[7])
+  local retained, starts = tonumber(header[8]), tonumber(header[9])
+  return {
     tag = tag,
     num_blocks = tonumber(header[1]),
     watermark = tonumber(header[2]),
     recovering = header[3] ~= false,
     version = tonumber(header[4]),
-    before = {}, -- the counters before this call
+    next = next,
+    clock = clock,
+    top = top,
+    retained = retained,
+    starts = starts,
+    before = { next = next, clock = clock, top = top, retained = retained, starts = starts },
     charges = {}, -- tenant -> change of its used blocks by this call
     num_more = 0, -- change of all used blocks by this call
     has_news = false, -- blocks were freed or waits ended
   }
-  for i, name in ipairs(COUNTERS) do
-    pool[name] = tonumber(header[#HEADER - #COUNTERS + i])
-    pool.before[name] = pool[name]
-  end
-  return pool
 end
 
 -- UNKNOWN_POOL, RECOVERING.

@@ -36,9 +36,9 @@ local function save(pool)
   if pool.num_more ~= 0 then
     pool.starts = (pool.starts + pool.num_more * share_ms()) % MODULUS
   end
-  local changed = { 'version', pool.version + 1 }
+  local changed, before = { 'version', pool.version + 1 }, pool.before
   for _, name in ipairs(COUNTERS) do
-    if pool[name] ~= pool.before[name] then
+    if pool[name] ~= before[name] then
       changed[#changed + 1], changed[#changed + 2] = name, string.format('%d', pool[name])
     end
   end

@@ -94,7 +94,7 @@ end
 local function wait_or_go(pool, want, hits)
   local code, numbers
   local needed, available = want.num_blocks - #hits, num_available(pool, hits)
-  if is_behind_waiter(pool, want.id, want.order) then
+  if want.has_waiters and is_behind_waiter(pool, want.id, want.order) then
     code, numbers = 'WAIT', 'an earlier request waits'
   elseif needed > available then
     code, numbers = 'OUT_OF_BLOCKS', needed .. ' ' .. available
@@ -123,7 +123,7 @@ local function admit(pool, want, hits, runs)
   for counter, number in pairs({ queries = want.num_hashes, hits = num_hits }) do
     if number > 0 then redis.call('HINCRBY', pool.tag .. ':pool', counter, number) end
   end
-  end_wait(pool, want.id)
+  if want.has_waiters then end_wait(pool, want.id) end
   save(pool)
   return answer(blocks, 1, num_hits, runs)
 end
@@ -150,7 +150,8 @@ define('allocate', WRITES, ALLOCATE, function(tag, args)
   local holder = find_holder(pool, want.id)
   if not holder then
     local hits, runs = cached_tree(pool, chains)
-    take_place(pool, want.order)
+    want.has_waiters = redis.call('ZCARD', pool.tag .. ':waiters') > 0
+    if want.has_waiters then take_place(pool, want.order) end
     wait_or_go(pool, want, hits)
     return admit(pool, want, hits, runs)
   end
