@@ -92,7 +92,7 @@ class ForgetsWhatIsInFlight(Ledger):
         needed = growth.total - growth.have
         if needed > self.blocks.num_available:
             return Grown(growth.holder_id, (), OutOfBlocks.code)
-        new = self.blocks.take(needed)
+        new = self.blocks.take(needed, holder.holder_id)
         holder.acquire(new)
         return Grown(growth.holder_id, tuple(new))
 
