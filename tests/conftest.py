@@ -153,17 +153,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def smollm2_bf16(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model in Hugging Face's format, dequantized to bf16 by transformers."""
-    # Imported here because PyTorch and transformers take seconds.
-    import torch
-
-    from tests.real_models import write_checkpoint
-
-    return write_checkpoint(smollm2, tmp_path_factory.mktemp("smollm2") / "bf16", torch.bfloat16)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def uncached_loggers() -> None:
     """Let tests read logs (`capture_logs`). An `LLM` configures the logging of a process that has

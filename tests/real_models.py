@@ -7,13 +7,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from quire.supervisor.model_source import DEMO, find_model
-
-
-def smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Q4_1)."""
-    return find_model(DEMO).directory
-
 
 def gemma3_file(directory: Path) -> Path:
     """Puts the GGUF file of gemma-3-270m (Q4_K_M) together in this directory."""
@@ -34,10 +27,3 @@ def transformers_model(file: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def transformers_tokenizer(file: Path) -> Any:
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-
-
-def write_checkpoint(file: Path, directory: Path, dtype: torch.dtype) -> Path:
-    """Writes the model of a GGUF file in Hugging Face's format, dequantized to `dtype`."""
-    transformers_model(file, dtype).save_pretrained(directory)
-    transformers_tokenizer(file).save_pretrained(directory)
-    return directory

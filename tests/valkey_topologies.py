@@ -14,7 +14,6 @@ from tests.conftest import Valkey
 from tests.tls_front import Fronts
 from tests.waiting import wait_until
 
-LIMIT_S = 20.0
 NUM_SLOTS = 16384
 
 

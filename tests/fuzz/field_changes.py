@@ -14,7 +14,6 @@ LARGE = NUMBERS | st.sampled_from([2**52 - 1, 2**52, 2**53, 2**64 - 1])
 TOKENS = st.lists(st.sampled_from([0, 97, 98, 122, 299, 300, 2**32 - 1]), max_size=10)
 BLOCKS = st.lists(NUMBERS, max_size=4)
 NAMES = st.sampled_from([*IDS, "", "nobody", "x" * 300])
-FLOATS = st.sampled_from([0.0, 0.5, 1.0, -1.0, float("nan")])
 Fields = dict[str, st.SearchStrategy[Any]]
 
 TICKET: Fields = {

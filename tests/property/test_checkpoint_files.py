@@ -7,14 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from services.model.checkpoint.reading import read_model_config
 from services.model.text.tokenizer import Tokenizer
+from tests.byte_level import byte_level
 
 TOKENS = ["<s>", "</s>", "<|end|>", "<pad>", "<tool>"]
 TEXT = "the<|end|> block <tool>x<pad></s> <s>the"
@@ -62,17 +61,7 @@ scaling = st.none() | st.fixed_dictionaries(
 @cache
 def tokenizer_json() -> str:
     """A byte-level tokenizer that knows two of the tokens."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the block table"], trainer)
-    return tokenizer.to_str()
+    return byte_level(["the block table"], 300).to_str()
 
 
 def write(directory: Path, files: dict[str, dict[str, Any] | None]) -> None:

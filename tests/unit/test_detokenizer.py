@@ -9,11 +9,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models
 
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces, pieces_of, special_token_ids
 from services.runtime.errors import StartupError
+from tests.byte_level import byte_level
 
 no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 
@@ -23,19 +24,10 @@ Kind = Callable[[], tokenizers.Tokenizer]
 
 
 @cache
-def byte_level() -> tokenizers.Tokenizer:
+def with_added() -> tokenizers.Tokenizer:
     """A tokenizer like those of Qwen and Llama 3: BPE over bytes; `<think>` is added, `<|end|>` is
     special."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = byte_level(CORPUS, 320, ["<|end|>"])
     tokenizer.add_tokens(["<think>", "é 日"])
     return tokenizer
 
@@ -86,7 +78,7 @@ def words() -> tokenizers.Tokenizer:
     return word_level(None)
 
 
-KINDS = [byte_level, byte_fallback, metaspace, metaspace_without_prefix, words]
+KINDS = [with_added, byte_fallback, metaspace, metaspace_without_prefix, words]
 
 
 def shown(tokenizer: tokenizers.Tokenizer) -> Pieces:
@@ -136,7 +128,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
     """The prompt's text and the deltas are the text of both together: a leading space is kept."""
     tokenizer = kind()
     token_ids = data.draw(ids_of(kind))
-    prompt = [tokenizer.get_vocab()["e" if kind is byte_level else "block"]]
+    prompt = [tokenizer.get_vocab()["e" if kind is with_added else "block"]]
     deltas = stream(Detokenizer(shown(tokenizer)), token_ids)
     assert tokenizer.decode(prompt) + "".join(deltas) == tokenizer.decode(prompt + token_ids)
 
@@ -145,7 +137,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
 @given(st.text(max_size=12))
 def test_characters_are_never_split(text: str) -> None:
     """No delta of a valid text contains a replacement character of its own."""
-    tokenizer = byte_level()
+    tokenizer = with_added()
     deltas = stream(Detokenizer(shown(tokenizer)), tokenizer.encode(text).ids)
     assert "".join(deltas) == text.replace("<|end|>", "")
     assert sum(delta.count("\ufffd") for delta in deltas) == text.count("\ufffd")

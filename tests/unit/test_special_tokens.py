@@ -14,8 +14,10 @@ from services.model.text.chat_template import ChatTemplate
 from services.model.text.special_tokens import SpecialTokens
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
+from tests.byte_level import byte_level
 from tests.examples import examples
 
+CORPUS = ["im_start im_end the user and the assistant"] * 9
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -31,18 +33,8 @@ TEMPLATES = {
 }
 
 
-def byte_level() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=SPECIAL,  # in the vocabulary too, first of all
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["im_start im_end the user and the assistant"] * 9, trainer)
+def with_added() -> tokenizers.Tokenizer:
+    tokenizer = byte_level(CORPUS, 330, SPECIAL, normalizers.NFC())  # in the vocabulary too
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), "</think>"])
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     return tokenizer
@@ -60,11 +52,11 @@ def metaspace() -> tokenizers.Tokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["im_start im_end the user and the assistant"] * 9, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
 
-KINDS = {"byte level": byte_level, "metaspace": metaspace}
+KINDS = {"byte level": with_added, "metaspace": metaspace}
 LOADED = {name: Tokenizer(make(), {"bos_token": "<s>"}) for name, make in KINDS.items()}
 
 
@@ -223,7 +215,7 @@ def test_a_clean_chat_has_the_tokens_that_transformers_has(
 
 
 FAST: Any = PreTrainedTokenizerFast
-TRANSFORMERS = FAST(tokenizer_object=byte_level(), bos_token="<s>")
+TRANSFORMERS = FAST(tokenizer_object=with_added(), bos_token="<s>")
 
 
 def test_the_chat_of_a_real_model_is_guarded(smollm2: Path) -> None:

@@ -4,26 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest, StartupError
+from tests.byte_level import byte_level
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A checkpoint's directory with a byte-level tokenizer that puts `<s>` before a text."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the block table"], trainer)
+    tokenizer = byte_level(["the block table"], 300)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
