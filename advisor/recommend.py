@@ -62,7 +62,7 @@ def recommend(
     cache = None if weights_cache == "none" else Path(weights_cache).expanduser()
     timed = time_model(
         *(model, config, kv_dtype, backend, threads, cache),
-        dequantize=is_dequantized(config.quantization, dtype, "auto"),
+        dequantize=is_dequantized(config.quantization, dtype, "auto", backend),
         num_rows=max(1, round(usual.num_at_once)),
         context=max(1, round(usual.mean_context)),
         block_sizes=BLOCK_SIZES,

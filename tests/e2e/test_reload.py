@@ -89,6 +89,7 @@ async def test_streams_go_on_with_the_new_weights_from_their_tokens(
     assert set(worker_ids) == after.keys()
     assert not after.keys() & before.keys()
     assert sorted(after.values()) == sorted(before.values())
+    assert GREEDY.max_tokens is not None
     for prompt, tokens in answers:
         old_choices, new_choices = (o.choices(prompt, tokens) for o in (oracle, new_oracle))
         pairs = zip(tokens, old_choices, strict=True)

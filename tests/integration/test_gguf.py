@@ -160,7 +160,7 @@ def packed_error(path: Path, exact: dict[str, Tensor]) -> float:
             held = Int4Weight(codes, stored(scales), zeros.half().float(), group).dequantized()
         case Int8Weight(codes, scales, group):
             held = Int8Weight(codes, stored(scales), group).dequantized()
-        case _:
+        case Tensor():
             held = int8.quantize(weight).dequantized()
     difference = held - exact[f"{name}.weight"]
     return float(difference.square().mean().sqrt() / exact[f"{name}.weight"].square().mean().sqrt())

@@ -108,11 +108,13 @@ def test_a_layer_has_four_linears(checkpoint: Path) -> None:
     """Queries, keys and values are one of them, gate and up another."""
     model = composed(checkpoint, "cpu")
     c, layer = model.config, model._layers[0]
+    assert isinstance(layer.qkv.weight, Tensor)
     assert layer.qkv.weight.shape == (
         (c.num_heads + 2 * c.num_kv_heads) * c.head_dim,
         c.hidden_size,
     )
     assert layer.gate_up is not None
+    assert isinstance(layer.gate_up.weight, Tensor)
     assert layer.gate_up.weight.shape == (2 * c.intermediate_size, c.hidden_size)
 
 

@@ -21,7 +21,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
-        self.told: list[tuple[str, str]] = []
+        self.told: list[tuple[str, ...]] = []
         self.refusals: dict[tuple[str, str], QuireError] = {}
         """The error with which a worker of this role answers this command."""
         self.may_read = asyncio.Event()
