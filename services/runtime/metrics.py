@@ -4,7 +4,6 @@ A metric that vLLM has too has vLLM's name, with the prefix `quire:`. prometheus
 `_total` to counters.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -253,19 +252,12 @@ class PoolMetrics:
         self.members_refused = alone.counter(
             "quire:members_refused", "Registry entries without this deployment's signature."
         )
-        self._tenant_blocks = make.gauge(
-            "quire:tenant_kv_cache_blocks",
-            "Blocks that a tenant uses: held ones, and cached ones that it retains.",
-            "tenant",
-        )
         self._block_seconds = make.counter(
-            "quire:tenant_kv_cache_block_seconds",
-            "Blocks times the seconds of their use.",
-            "tenant",
+            "quire:tenant_kv_cache_block_seconds", "Blocks of a tenant times seconds.", "tenant"
         )
         self._seen: dict[str, tuple[int, int]] = {}
         self._seen_ms: dict[tuple[str, str], int] = {}
-        self._labels = TenantLabels()
+        self._tenants = TenantLabels()
 
     def observe(self, stats: PoolStats) -> None:
         """Export a pool's statistics; counters grow by the difference from the last call."""
@@ -280,25 +272,17 @@ class PoolMetrics:
         self._queries.labels(*labels).inc(max(0, stats.num_prefix_queries - queries))
         self._hits.labels(*labels).inc(max(0, stats.num_prefix_hits - hits))
         self._seen[stats.spec.pool_id] = (stats.num_prefix_queries, stats.num_prefix_hits)
-        self._observe_shares(stats, *labels)
-
-    def _observe_shares(self, stats: PoolStats, *labels: str) -> None:
-        blocks = defaultdict[str, int](int)
         for share in stats.shares:
-            tenant, key = self._labels.of(share.tenant), (stats.spec.pool_id, share.tenant)
-            blocks[tenant] += share.num_blocks
-            seconds = (share.block_ms - self._seen_ms.get(key, 0)) / 1000
-            self._block_seconds.labels(*labels, tenant).inc(max(0.0, seconds))
+            key = stats.spec.pool_id, share.tenant
+            used_ms = max(0, share.block_ms - self._seen_ms.get(key, 0))
+            self._block_seconds.labels(*labels, self._tenants.of(share.tenant)).inc(used_ms / 1000)
             self._seen_ms[key] = share.block_ms
-        for tenant, number in blocks.items():
-            self._tenant_blocks.labels(*labels, tenant).set(number)
 
     def forget(self, pool_id: str, model: str) -> None:
         """Remove the gauges of a pool that no longer exists."""
         for gauge in (self._usage, self._holders, self._waiters):
             gauge.remove(pool_id, model)
-        for gauge in (self._blocks, self._tenant_blocks):
-            gauge.remove_by_labels({"pool_id": pool_id})
+        self._blocks.remove_by_labels({"pool_id": pool_id})
         self._seen_ms = {key: ms for key, ms in self._seen_ms.items() if key[0] != pool_id}
         self._seen.pop(pool_id, None)
 
