@@ -16,6 +16,7 @@ from google.protobuf.descriptor_pool import Default
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from blockstore.store import tenant_of
 from quire import AsyncClient, NotAllowed, QuireError, Tls
 from quire.certificates import write_certificates
 from quire.sockets import living_sockets
@@ -103,6 +104,8 @@ async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness
         responses = [each async for each in stub.Generate(asked, metadata=bearer(key))]
         assert responses[-1].usage.HasField("num_cached_tokens")
         roots.append(bytes(prefill.submitted[-1].root_hash))
+        tenant = "acme" if key == ALICE else "bobs"
+        assert tenant_of(prefill.submitted[-1].holder_id) == tenant  # who is charged for the blocks
     assert len(set(roots)) == 4
 
 
