@@ -24,7 +24,9 @@ class Float8Weight:
         return (self.codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of x [T, K] in e4m3, and their scales, fp32 [T, 1]."""
-    scales = (x.float().abs().amax(1, keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
-    return (x.float() / scales).to(torch.float8_e4m3fn), scales
+def rounded(x: Tensor, group: int = 0) -> Tensor:
+    """Return x [T, K] in fp32, rounded to e4m3 with a scale for each row, or for each `group` of a
+    row's inputs."""
+    wide = x.float().view(len(x), -1, group or x.shape[1])
+    scales = (wide.abs().amax(2, keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
+    return ((wide / scales).to(torch.float8_e4m3fn).float() * scales).view(x.shape)

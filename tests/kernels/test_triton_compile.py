@@ -2,6 +2,7 @@
 properties that the interpreter cannot check. No GPU is needed: each launch is compiled, and does
 not run."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,13 +210,25 @@ def test_quantized_linears_compile(
             assert re.search(r"\b(mma|wgmma|tcgen05)\.", kernel.asm["ptx"])
 
 
-def test_rounding_to_fp8_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", [89, 90, pytest.param(100, marks=pytest.mark.full)])
+def test_linears_in_fp8_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    """By PyTorch where an output has one scale, and by Triton for blocks. Its scales are needed
+    after a product only, so they are loaded beside it."""
     monkeypatch.setattr(linears, "has_fp8", lambda device: True)
-    with compiling(90, tmp_path) as compiled:
-        for num_rows in (17, 18, 100, 300):
-            OPS.linear(torch.zeros(num_rows, 4096).bfloat16(), of_zeros("fp8", 64, 4096))
-    (kernel,) = {id(one): one for one in compiled}.values()
-    assert "e4m3x2" in kernel.asm["ptx"]
+    with compiling(capability, tmp_path) as compiled:
+        for kind, num_rows in itertools.product(("fp8", "fp8-128"), (17, 18, 100, 300, 301)):
+            weight = of_zeros(kind, 4096, 4096)  # type: ignore[arg-type]
+            OPS.linear(torch.zeros(num_rows, 4096).bfloat16(), weight)
+    kernels = {id(one): one for one in compiled}.values()
+    names = [kernel.metadata.name for kernel in kernels]
+    assert sorted(names) == ["_add", "_multiply", "_multiply", "_round", "_round"]
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    for kernel in kernels:
+        if kernel.metadata.name == "_multiply":
+            assert loads_that_loops_wait_for(kernel.asm["ptx"]) == {"ld.global.b32"}
+            assert re.search(r"mma\S*e4m3|tcgen05.mma\S*f8f6f4", kernel.asm["ptx"])
 
 
 def test_quantized_linears_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:

@@ -239,18 +239,24 @@ def test_quantized_linears_give_a_row_the_same_bits_beside_any_others(ops: Backe
 
 
 @pytest.mark.parametrize("num_rows", [16, 17, 300])
+@pytest.mark.parametrize(("kind", "group"), [("fp8", 0), ("fp8-128", 128)])
 def test_more_than_16_rows_are_multiplied_in_fp8(
-    ops: Backend, reference: Backend, monkeypatch: pytest.MonkeyPatch, num_rows: int
+    ops: Backend,
+    reference: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    kind: Kind,
+    group: int,
 ) -> None:
-    """Where the weights have one scale for an output: each row gets a scale too. A row of zeros
+    """Each row gets a scale as the weights of an output have, or one for each group. A row of zeros
     stays zero, and a row that is not finite is the only one."""
     monkeypatch.setattr(linears, "has_fp8", lambda device: True)
-    weight, x, bias = packed("fp8", 64, 320), randn(num_rows, 320).bfloat16(), randn(64).bfloat16()
+    weight, x = packed(kind, 192, 1152), randn(num_rows, 1152).bfloat16()
+    bias = randn(192).bfloat16()
     x[3], x[5, 7] = 0, float("nan")
     found = ops.linear(x, weight, bias)
     if num_rows > 16:
-        values, scales = fp8.rounded(x)
-        x = values.float() * scales
+        x = fp8.rounded(x, group)
     expected = reference.linear(x, weight, bias.to(x.dtype))
     rtol, atol = TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(

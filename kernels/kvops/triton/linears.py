@@ -10,8 +10,8 @@ If there are few tiles, their inputs are divided among programs, so that all of 
 second kernel adds the sums in order. All numbers of rows up to one of these bounds are computed
 alike, so a row has the same bits beside any others.
 
-Above 16 rows, weights in fp8 with one scale for each output are multiplied in fp8 where the GPU has
-that; then rows are rounded to fp8 too.
+Above 16 rows, weights in fp8 are multiplied in fp8 where the GPU has that: rows are rounded to fp8
+too, with a scale for each chunk, or one for all inputs if the weights of an output have one.
 """
 # Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,6 +32,8 @@ BOUNDS = (16, 64, 256)
 LINEAR_ROWS = (1, *(bound + 1 for bound in BOUNDS))
 _MOST_ROWS, _OUTPUTS = 64, 64
 """Of a tile."""
+_LARGE = 128
+"""Rows and outputs of a tile of many rows in fp8."""
 _PROGRAMS = 512
 """About four for each multiprocessor of a large GPU, which have enough reads in flight."""
 _FEWEST_CHUNKS = 4  # of a program
@@ -39,24 +41,42 @@ _SUM_WIDTH = 1024
 
 
 def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    bound = next((bound for bound in BOUNDS if len(x) <= bound), None)
+    in_fp8 = bound != BOUNDS[0] and _fits_fp8(x, weight) and has_fp8(x.device)
+    if in_fp8 and weight.kind == "fp8":
+        return _scaled(x, weight, bias)
+    if in_fp8:
+        values, row_scales = _rounded(x, CHUNK)
+        return _multiplied(values, row_scales, weight, bias, x.dtype, bound)
+    if bound is not None:
+        return _multiplied(x.contiguous(), None, weight, bias, x.dtype, bound)
+    return F.linear(x, unpacked(weight, x.dtype), bias)
+
+
+def _multiplied(
+    x: Tensor,
+    row_scales: Tensor | None,
+    weight: GroupedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    bound: int | None,
+) -> Tensor:
+    """`row_scales` are those of each row's chunks if x is in fp8. `bound` is that of the number of
+    rows; None makes large tiles."""
     num_rows, num_outputs = len(x), len(weight.codes)
-    bound = next((bound for bound in BOUNDS if num_rows <= bound), None)
-    if bound != BOUNDS[0] and _computes_in_fp8(x, weight):
-        return _in_fp8(x, weight, bias)
-    if bound is None:
-        return F.linear(x, unpacked(weight, x.dtype), bias)
-    rows = min(bound, _MOST_ROWS)
+    rows, width = (_LARGE, _LARGE) if bound is None else (min(bound, _MOST_ROWS), _OUTPUTS)
     num_chunks = triton.cdiv(weight.num_inputs, CHUNK)
-    most_tiles = bound // rows * triton.cdiv(num_outputs, _OUTPUTS)
+    most_tiles = (bound or _PROGRAMS * rows) // rows * triton.cdiv(num_outputs, width)
     splits = max(1, min(num_chunks // _FEWEST_CHUNKS, _PROGRAMS // most_tiles))
     chunks = triton.cdiv(num_chunks, splits)
     splits = triton.cdiv(num_chunks, chunks)
-    out = x.new_empty(num_rows, num_outputs)
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
     sums = out if splits == 1 else x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
     if not num_rows:
         return out
-    _multiply[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, _OUTPUTS), splits)](
-        x.contiguous(),
+    _multiply[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, width), splits)](
+        x,
+        row_scales,
         weight.codes,
         weight.scales,
         weight.outputs,
@@ -71,9 +91,9 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         WIDTH=weight.width,
         CHUNK=CHUNK,
         ROWS=rows,
-        OUTPUTS=_OUTPUTS,
-        num_warps=4,
-        num_stages=4,
+        OUTPUTS=width,
+        num_warps=8 if bound is None else 4,
+        num_stages=3 if bound is None else 4,
     )
     if splits > 1:
         _add[(num_rows, triton.cdiv(num_outputs, _SUM_WIDTH))](
@@ -82,12 +102,10 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _computes_in_fp8(x: Tensor, weight: GroupedWeight) -> bool:
-    """Whether PyTorch multiplies such numbers: one scale for all inputs of an output, and sizes
-    that are multiples of 16."""
+def _fits_fp8(x: Tensor, weight: GroupedWeight) -> bool:
+    """Whether the sizes are those that PyTorch multiplies in fp8."""
     sizes = weight.num_inputs, len(weight.codes)
-    fits = weight.kind == "fp8" and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
-    return fits and has_fp8(x.device)
+    return weight.form == "fp8" and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
 
 
 @cache
@@ -96,26 +114,34 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _in_fp8(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-    """Round each row to e4m3 with a scale of its own, and multiply in fp8. The groups' scales are
-    1 (`kvops.quantized.output_scales`)."""
-    num_rows, size = x.shape
-    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, 1, device=x.device)
-    _round[(num_rows,)](
-        x.contiguous(), values, scales, size, WIDTH=triton.next_power_of_2(size), num_warps=8
-    )
+def _scaled(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply in fp8 by PyTorch, with one scale for each row and each output. The groups' scales
+    are 1 (`kvops.quantized.output_scales`)."""
+    size = weight.num_inputs
+    values, scales = _rounded(x, size)
     weights = weight.codes.view(torch.float8_e4m3fn)[:, :size].T
     outputs = weight.outputs[None, :]
     return torch._scaled_mm(values, weights, scales, outputs, bias, out_dtype=x.dtype)
 
 
+def _rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """See `kvops.fp8.rounded`."""
+    num_rows, size = x.shape
+    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, triton.cdiv(size, group), device=x.device)
+    width = triton.next_power_of_2(group)
+    _round[scales.shape](x.contiguous(), values, scales, size, WIDTH=width)
+    return values, scales
+
+
 @triton.jit
 def _round(x, values, scales, size, WIDTH: tl.constexpr):
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = part * WIDTH + tl.arange(0, WIDTH)
     wide = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(wide), axis=0) / 448.0, 1e-12)
-    tl.store(scales + row, scale)
+    scale += tl.sum(wide * 0.0, axis=0)  # NaN if a value is not finite
+    tl.store(scales + row * tl.num_programs(1) + part, scale)
     tl.store(values + row * size + i, (wide / scale).to(tl.float8e4nv), mask=i < size)
 
 
@@ -140,6 +166,7 @@ def _weights(codes, words, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "chunks"])
 def _multiply(
     x,
+    row_scales,
     codes,
     scales,
     factors,
@@ -180,11 +207,18 @@ def _multiply(
                 some = octets
                 if PER_BYTE == 2:
                     some = octets >> 4 if half else octets & 15
-                weights = _weights(some, words, FORM).to(x.dtype.element_ty)
                 values = tl.load(
                     x_at + k, mask=is_row[None, :] & (places < num_inputs - k)[:, None], other=0.0
                 )
-                total = tl.dot(weights, values, acc=total, input_precision="ieee")
+                if row_scales is not None:  # a chunk is one group
+                    at = row_scales + rows * tl.cdiv(num_inputs, CHUNK) + chunk
+                    scales_of_rows = tl.load(at, mask=is_row, other=0.0)
+                    product = tl.dot(octets.to(tl.float8e4nv, bitcast=True), values)
+                    scale = words.to(tl.float32, bitcast=True)
+                    total += product * (scale[:, None] * scales_of_rows[None, :])
+                else:
+                    weights = _weights(some, words, FORM).to(x.dtype.element_ty)
+                    total = tl.dot(weights, values, acc=total, input_precision="ieee")
     total *= tl.load(factors + outputs, mask=is_output, other=0.0)[:, None]
     if biases is not None:
         total += tl.load(biases + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
