@@ -48,17 +48,16 @@ class Account(NoAccount):
         self._clock = clock
         self.num_sequences = 0
         """Sequences that run or wait."""
+        self._requests = self._tokens = Bucket(None, clock())
         self.revise(key)
 
     def revise(self, key: ApiKey) -> None:
         """Follow a change of the key in the file. A changed rate begins with a full bucket."""
-        now = self._clock()
-        before = getattr(self, "key", None)
         self.key = key
-        if before is None or before.requests_per_minute != key.requests_per_minute:
-            self._requests = Bucket(key.requests_per_minute, now)
-        if before is None or before.tokens_per_minute != key.tokens_per_minute:
-            self._tokens = Bucket(key.tokens_per_minute, now)
+        if self._requests.per_minute != key.requests_per_minute:
+            self._requests = Bucket(key.requests_per_minute, self._clock())
+        if self._tokens.per_minute != key.tokens_per_minute:
+            self._tokens = Bucket(key.tokens_per_minute, self._clock())
         self.caller = Caller(
             key=key.name,
             tenant=key.tenant,
