@@ -8,6 +8,7 @@ import signal
 import socket
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -292,8 +293,6 @@ class Child:
         if self._failure and not self._is_steady():
             raise ServeError(f"{self.name} cannot start: {self._failure}")
         self._console.note(f"{self.name} ended ({ended}); it starts again")
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()
-        except TimeoutError:
-            pass

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from blockstore.errors import BlockStoreError, StoreUnavailable
@@ -46,7 +47,9 @@ class RegistryHeartbeat:
             while True:
                 self._changed.clear()
                 await self._announce()
-                await self._pause()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(until_tick(self._interval_s)):
+                        await self._changed.wait()
         finally:
             await self._withdraw()
 
@@ -55,13 +58,6 @@ class RegistryHeartbeat:
             await self._registry.announce(self._describe(), self._ttl_s)
         except StoreUnavailable as error:
             log.warning("announce_failed", reason=str(error))
-
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(until_tick(self._interval_s)):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
 
     async def _withdraw(self) -> None:
         """Remove the entry. Without an answer of the server the entry expires by itself."""
