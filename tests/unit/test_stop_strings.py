@@ -1,7 +1,7 @@
 """Stop strings: the first complete one ends the text, and none of its characters is sent."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.model.text.stop_strings import Scanned, StopMatcher
@@ -34,6 +34,8 @@ words = st.text("ab", min_size=1, max_size=5)
 
 @no_deadline
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
+@example(["xabc"], ["bc", "abc", "c"])
+@example(["aaa", "ab"], ["aaab"])
 def test_stop_strings_equal_the_reference(pieces: list[str], stops: list[str]) -> None:
     """In any pieces of the text."""
     assert run(pieces, stops) == reference("".join(pieces), stops)
@@ -58,6 +60,7 @@ def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
 
 @no_deadline
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3), st.integers(0, 20))
+@example("ababa", ["aba"], 3)
 def test_a_stop_string_that_may_not_end_the_text_is_passed_over(
     text: str, stops: list[str], num_free: int
 ) -> None:
