@@ -39,6 +39,8 @@ async def test_requests_that_move_are_detached_together(make_harness: Any) -> No
     await harness.add(other)
     leaving.report(leaving.load, draining=True)
     await until(lambda: len(other.unanswered) == 3)
+    first_come = [reserve.request_id for reserve in other.commands(decode_pb2.Reserve)]
+    assert first_come == ["r1", "r2", "r3"]
     assert not leaving.commands(decode_pb2.HandOver)
     other.answer_at_last()
     await finish(*calls)

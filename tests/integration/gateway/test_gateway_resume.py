@@ -222,7 +222,10 @@ def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateR
         resume_token=fields.get("resume_token", TOKEN),
         token_ids=inference_pb2.TokenIds(ids=fields["prompt"]),
         sampling=sampling_pb2.SamplingParams(
-            temperature=fields["temperature"], max_tokens=8, stop=fields.get("stop", ())
+            temperature=fields["temperature"],
+            seed=fields.get("seed"),
+            max_tokens=8,
+            stop=fields.get("stop", ()),
         ),
     )
     if num_received is not None:
@@ -262,8 +265,11 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, work
 
 @pytest.mark.parametrize(
     ("num_received", "changes"),
-    [(None, {}), (2, {"prompt": b"another"}), (2, {"received": [97, 97]}), (6, {})],
-    ids=["a new request", "another prompt", "other tokens", "more than there are"],
+    [
+        *((None, {}), (2, {"prompt": b"another"}), (2, {"temperature": 1.0, "seed": 7})),
+        *((2, {"received": [97, 97]}), (6, {})),
+    ],
+    ids=["a new request", "another prompt", "other draws", "other tokens", "more than there are"],
 )
 async def test_a_client_goes_on_with_the_same_request_only(
     make_harness: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
