@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 COMMAND = [sys.executable, "-m", "quire.cli", "batch"]
 SETTINGS = ["--pool-memory", "16MiB", "--threads", "1"]
 
@@ -56,12 +58,11 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
 def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal.Signals) -> None:
     """The first requests are short, so that they end long before the last ones."""
     lines = [
-        line(f"r{i}", max_tokens=4 + i, min_tokens=4 + i, seed=i, temperature=1) for i in range(60)
+        line(f"r{i}", max_tokens=4 + i, min_tokens=4 + i, seed=i, temperature=1) for i in range(30)
     ]
     source, target = write(tmp_path / "in", lines), tmp_path / "out"
     first = subprocess.Popen([*COMMAND, str(source), str(target), *SETTINGS], stderr=-3, stdout=-3)
-    while not (target.exists() and target.read_bytes().count(b"\n") >= 5):
-        assert first.poll() is None
+    wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 5)
     first.send_signal(number)
     ended = first.wait()
     before = target.read_bytes()
@@ -69,16 +70,16 @@ def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal
     target.write_bytes(whole + b'{"id": "batch_req_3')  # the kill may cut a line off
     num_before = whole.count(b"\n")
     if number is signal.SIGKILL:
-        assert (ended, num_before < 60) == (-number, True)
+        assert (ended, num_before < 30) == (-number, True)
     else:  # the requests that run end, which may be all of them
-        assert ended == 130 or (ended, num_before) == (0, 60)
+        assert ended == 130 or (ended, num_before) == (0, 30)
     done = run(source, target)
     assert done.returncode == 0, done.stderr
     assert (
-        f"{60 - num_before} answered, 0 of them with an error; {num_before} before" in done.stdout
+        f"{30 - num_before} answered, 0 of them with an error; {num_before} before" in done.stdout
     )
     assert target.read_bytes().startswith(whole)
-    assert len(answers(target)) == 60
+    assert len(answers(target)) == 30
 
 
 def test_a_file_that_is_not_usable_changes_nothing(tmp_path: Path) -> None:
