@@ -2,7 +2,8 @@
 --
 -- match    hash ... -> the number of leading hashes that are indexed
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
---             [worker, 1 if fenced else 0 ...], [missing worker ...], shares]; see read_shares
+--             [worker, 1 if fenced else 0 ...], [missing worker ...]]. The version before reads this
+--             answer too, so the shares (see read_shares) stand among the header's fields
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
 -- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, answer of that part
 --          ...], for the audit. The parts of one call are read atomically; answers of several calls
@@ -31,8 +32,15 @@ define('stats', READS, {}, function(tag)
   for i = 1, #workers, 2 do
     num_holders = num_holders + redis.call('ZCARD', tag .. ':holders:' .. workers[i])
   end
+  local header = redis.call('HGETALL', tag .. ':pool')
+  local function add(name, value) header[#header + 1], header[#header + 2] = name, value end
+  local now, used, starts, shares = unpack(read_shares(pool))
+  add('share_ms', now)
+  add('share_used', used)
+  add('share_starts', starts)
+  for i = 1, #shares, 2 do add('share/' .. shares[i], shares[i + 1]) end
   return {
-    redis.call('HGETALL', tag .. ':pool'),
+    header,
     pool.recovering and redis.call('LLEN', tag .. ':returned') or num_free(pool),
     num_cached(pool),
     redis.call('HLEN', tag .. ':refs'),
@@ -40,7 +48,6 @@ define('stats', READS, {}, function(tag)
     redis.call('ZCARD', tag .. ':waiters'),
     workers,
     redis.call('SMEMBERS', tag .. ':missing'),
-    read_shares(pool),
   }
 end)
 

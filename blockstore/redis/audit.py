@@ -18,7 +18,7 @@ from blockstore.memory.recount import audit, check_conservation
 from blockstore.memory.retentions import Entry
 from blockstore.memory.waiters import Waiter
 from blockstore.records import AuditReport, PoolSpec, PoolStats
-from blockstore.redis.replies import shares
+from blockstore.redis.replies import shares, text_fields
 
 ATOMIC_LIMIT = 65_536
 """The most blocks of a pool that is read in one call."""
@@ -106,8 +106,8 @@ def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
             ledger.holders[holder.holder_id] = holder
     _add_workers(ledger, *reading.answers["people"][0][:4])
     _add_retentions(ledger, reading)
-    rows, payers = reading.answers["shares"][0]
-    ledger.blocks.shares = shares(rows)
+    (now, used, starts, of_tenants), payers = reading.answers["shares"][0]
+    ledger.blocks.shares = shares(now, used, starts, text_fields(of_tenants))
     ledger.blocks.payers = {int(block_id): payer.decode() for block_id, payer in _items(payers)}
     report = audit(ledger)
     strays = tuple(_unknown_entries(ledger.blocks, reading.answers["sizes"][0]))

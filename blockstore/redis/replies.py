@@ -88,19 +88,24 @@ def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
     )
 
 
-def shares(reply: Sequence[Any]) -> Shares:
+def shares(now: str, used: str, starts: str, fields: Mapping[str, str]) -> Shares:
     """Decode `read_shares` of functions/22_shares.lua."""
-    now, used, starts, flat = reply
-    numbers = {name: int(text) for name, text in text_fields(flat).items()}
+    numbers = {name: int(text) for name, text in fields.items()}
     tenants = [name for name in numbers if not name.endswith("/")]
     accounts = {name: Account(numbers[name], numbers[f"{name}/"]) for name in tenants}
     return Shares.of(lambda: int(now) / 1000, {**accounts, "": Account(int(used), int(starts))})
 
 
+def _shares_among(fields: Mapping[str, str]) -> Shares:
+    """Decode the shares among the fields of a pool's header."""
+    of_tenants = {name[6:]: text for name, text in fields.items() if name.startswith("share/")}
+    now, used, starts = fields["share_ms"], fields["share_used"], fields["share_starts"]
+    return shares(now, used, starts, of_tenants)
+
+
 def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
     """Decode the reply to `stats`, and the run id of the server that made the ledger."""
-    header, num_free, num_cached, num_held, num_holders, num_waiters, *lists = reply
-    workers, missing, *shared = lists  # without shares from the functions of the version before
+    header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
     fields, fenced = text_fields(header), text_fields(workers)
     stats = PoolStats(
         spec=pool_spec(pool_id, fields),
@@ -120,6 +125,6 @@ def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
         num_accounted=int(fields["next"]),
         num_to_account=int(fields["top"]),
         made_ms=int(fields.get("made_ms", 0)),
-        shares=shares(shared[0]).records() if shared else (),
+        shares=_shares_among(fields).records() if "share_ms" in fields else (),
     )
     return stats, fields["run_id"]
