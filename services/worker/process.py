@@ -79,7 +79,9 @@ class WorkerProcess:
         worker runs or writes any more, and its locks are dropped.
         """
         try:
-            await self._serve(registration, reloads)
+            if reloads and self._next is not None:
+                await self._take_new_weights()
+            await self._serve(registration)
         except Exception as error:
             if (lost := lost_device(error)) is None:
                 raise
@@ -87,13 +89,11 @@ class WorkerProcess:
                 self._directory.gone.touch(0o600)
             raise PoolGone(f"the GPU has lost the pool and this worker: {lost}") from error
 
-    async def _serve(self, registration: Registration, reloads: bool) -> None:
+    async def _serve(self, registration: Registration) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._health = Health()
         if self._place is None and self._settings.divides_cpus:
             self._place = take_place(self._settings, registration.worker_id)
-        if reloads and self._next is not None:
-            await self._take_new_weights()
         if self._loaded is None:
             self._loaded = await self._read(partial(load, self._settings, place=self._place))
         if (loaded := self._loaded) is None:

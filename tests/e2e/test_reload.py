@@ -24,7 +24,8 @@ from .quiet import quiet
 from .test_crashes import is_whole
 
 PROMPTS = [list(range(259 + number, 299 + number)) for number in range(3)]
-GREEDY = Sampling(temperature=0, max_tokens=300, ignore_eos=True)
+NUM_TOKENS = 300
+GREEDY = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 WEIGHTS = "model.safetensors"
 
 
@@ -94,11 +95,11 @@ async def test_streams_go_on_with_the_new_weights_from_their_tokens(
         old_choices, new_choices = (o.choices(prompt, tokens) for o in (oracle, new_oracle))
         pairs = zip(tokens, old_choices, strict=True)
         change = next((at for at, (token, old) in enumerate(pairs) if token != old), len(tokens))
-        assert (len(tokens), tokens[change:]) == (GREEDY.max_tokens, new_choices[change:])
+        assert (len(tokens), tokens[change:]) == (NUM_TOKENS, new_choices[change:])
         num_mixed += 0 < change < len(tokens)
     assert num_mixed
     for prompt in PROMPTS:  # its KV under the old weights was cached
-        assert await tokens_of(client, prompt) == new_oracle.greedy(prompt, GREEDY.max_tokens)
+        assert await tokens_of(client, prompt) == new_oracle.greedy(prompt, NUM_TOKENS)
     assert await client.reload() == ()
     await quiet(client)
     assert len(await client.pools()) == 1

@@ -32,7 +32,7 @@ class Workers:
         await self.registry.announce(replace(member, **changes), ttl_s=60)
 
     async def tell(self, worker: Member, **command: Any) -> Draining:
-        said = worker.role, *command
+        said = worker.role, next(iter(command))
         self.told.append(said)
         if said in self.refusals:
             raise self.refusals[said]
