@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ async def test_what_cannot_be_served_is_refused_and_nothing_pauses(
 async def test_a_reload_of_equal_weights_changes_no_token(
     deployment: Deployment, client: AsyncClient, checkpoint: Path, tmp_path: Path, role: str
 ) -> None:
-    """Even if a worker is killed meanwhile. A second reload has to wait."""
+    """Even if a worker is killed meanwhile: it starts again with the new weights, and a second
+    reload completes the first, for which it has to wait."""
     point(deployment, checkpoint)
     await client.reload()
     expected = [(prompt, await tokens_of(client, prompt)) for prompt in PROMPTS]
@@ -150,7 +151,9 @@ async def test_a_reload_of_equal_weights_changes_no_token(
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(Unavailable):
             await client.reload()
-        assert set(await reloading) == (await identities(client)).keys()
+        with suppress(Unavailable):  # a worker may be killed before it is told to change
+            await reloading
+        await until(client.reload, lambda worker_ids: True, not_yet=(QuireError,))
     assert not (await identities(client)).keys() & before.keys()
     assert all(answer in expected for answer in answers)
     await until(lambda: is_whole(client, prefill=1, decode=1))

@@ -28,7 +28,7 @@ class Failing(WorkerProcess):
 
     error: Exception
 
-    async def _serve(self, registration: Registration, reloads: bool) -> None:
+    async def _serve(self, registration: Registration) -> None:
         raise ExceptionGroup("in a task", [StoreUnavailable("away"), self.error])
 
 
