@@ -75,19 +75,13 @@ def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
 
 LIMIT_S = 90.0
 PROMPT = [300, 280, 310, 299]
-NUMBERS = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "numbers": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 100_000, "maximum": 999_999},
-            "minItems": 60,
-            "maxItems": 70,
-        },
-    },
-    "required": ["name", "numbers"],
-    "additionalProperties": False,
+DIGITS = {"type": "integer", "minimum": 100_000, "maximum": 999_999}
+PROPERTIES = {
+    "name": {"type": "string", "maxLength": 12},
+    "numbers": {"type": "array", "items": DIGITS, "minItems": 60, "maxItems": 70},
+}
+NUMBERS = {"type": "object", "properties": PROPERTIES, "required": ["name", "numbers"]} | {
+    "additionalProperties": False
 }
 HOSTILE = {
     "a prime number": StructuredOutput(json={"type": "integer", "multipleOf": 999_983}),

@@ -43,14 +43,8 @@ FILES = {
     "gemma2": Case("gemma2", {"sliding_window": 20, **UNSAID}),
     "gemma2, small caps": Case(
         "gemma2",
-        {
-            **UNSAID,
-            "attn_logit_softcapping": 1.5,
-            "final_logit_softcapping": 2.0,
-            "num_hidden_layers": 4,
-            "sliding_window": 9,
-            "head_dim": 16,
-        },
+        {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "num_hidden_layers": 4}
+        | {"sliding_window": 9, "head_dim": 16, **UNSAID},
     ),
     "gemma3": Case("gemma3_text", {"sliding_window": 20, "num_hidden_layers": 7, **UNSAID}),
     "gemma3, linear rope": Case(
@@ -60,26 +54,13 @@ FILES = {
         "gpt_oss", CASES["gpt-oss, one kind of layer"].config | {"swiglu_limit": 7.0}
     ),
 }
-WIDE = {"hidden_size": 256, "head_dim": 64, "vocab_size": 390}
+WIDE = {"hidden_size": 256, "head_dim": 64, "vocab_size": 390, "num_experts_per_tok": 3}
+THREE = WIDE | {"num_local_experts": 3, "intermediate_size": 256}
+QWEN3 = WIDE | {"num_experts": 3, "moe_intermediate_size": 256, "norm_topk_prob": True}
 EXPERTS = {
-    "mixtral": Case(
-        "mixtral",
-        {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 256},
-    ),
-    "qwen3 moe": Case(
-        "qwen3_moe",
-        {
-            **WIDE,
-            "num_experts": 3,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 256,
-            "norm_topk_prob": True,
-        },
-    ),
-    "gpt-oss": Case(
-        "gpt_oss",
-        {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 256},
-    ),
+    "mixtral": Case("mixtral", THREE),
+    "qwen3 moe": Case("qwen3_moe", QWEN3),
+    "gpt-oss": Case("gpt_oss", THREE),
 }
 """Shapes for blocks of 256. All experts compute each token, so that no rounding chooses others."""
 

@@ -151,23 +151,16 @@ def test_reference_to_anything_but_reasoning_is_refused() -> None:
 
 
 def test_body_of_codex_is_taken() -> None:
+    tools = [{"type": "web_search"}, {"type": "function", "name": "shell", "strict": False}]
     body = {
-        "model": "m",
-        "instructions": "You are Codex.",
         "input": [{"type": "message", "role": "user", "content": "Hi"}],
-        "tools": [{"type": "web_search"}, {"type": "function", "name": "shell", "strict": False}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
+        **{"model": "m", "instructions": "You are Codex.", "tools": tools, "tool_choice": "auto"},
+        **{"parallel_tool_calls": False, "store": True, "stream": True, "max_tool_calls": 5},
+        **{"truncation": "auto", "prompt_cache_key": "k", "text": {"verbosity": "low"}},
         "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": True,
-        "stream": True,
         "stream_options": {"include_obfuscation": False},
         "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "k",
         "client_metadata": {"x-codex-installation-id": "i"},
-        "text": {"verbosity": "low"},
-        "truncation": "auto",
-        "max_tool_calls": 5,
     }
     (request,) = checked(body, ResponsesBody).requests("r")
     assert request.template_arguments == {"reasoning_effort": "medium"}

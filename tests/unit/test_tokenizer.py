@@ -89,26 +89,22 @@ def test_special_tokens_of_a_message_are_shown_to_its_parser(directory: Path) ->
 
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
+END = {"content": "</s>", "special": True}
+ADDED = {
+    "301": {"content": "<|end|>", "special": True, "normalized": False},
+    "300": {"content": "<tool>", "special": False, "normalized": False},
+}
 
 
 @pytest.mark.parametrize(
     "files",
     [
         {"tokenizer_config.json": ROLES},
-        {
-            "tokenizer_config.json": {},
-            "special_tokens_map.json": ROLES | {"eos_token": {"content": "</s>", "special": True}},
-        },
+        {"tokenizer_config.json": {}, "special_tokens_map.json": ROLES | {"eos_token": END}},
         {"tokenizer_config.json": ROLES | {"eos_token": "<|end|>", "pad_token": "<pad>"}},
         {
             "tokenizer_config.json": ROLES
-            | {
-                "eos_token": "<|end|>",
-                "added_tokens_decoder": {
-                    "301": {"content": "<|end|>", "special": True, "normalized": False},
-                    "300": {"content": "<tool>", "special": False, "normalized": False},
-                },
-            },
+            | {"eos_token": "<|end|>", "added_tokens_decoder": ADDED},
             "special_tokens_map.json": {"bos_token": "<|end|>"},
         },
         {
