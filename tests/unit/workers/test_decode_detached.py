@@ -14,9 +14,9 @@ from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 
-from .conftest import WorkerPair, running
-from .fakes import PROMPT, FakeForward, FakeSession, join, ticket
-from .runs import outputs, start, tokens
+from .conftest import MakePair, WorkerPair, running
+from .fakes import PROMPT, FakeForward, FakeSession, expected, join, ticket
+from .runs import finished, outputs, start, tokens
 
 
 async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ticket:
@@ -74,6 +74,15 @@ async def test_a_ticket_is_offered_once_the_store_has_detached_it(
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
+
+
+async def test_abort_during_a_detach_frees_the_blocks(pair: WorkerPair) -> None:
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    pair.decode.role.hand_over(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    assert not pair.session.of(Requeued)
 
 
 async def test_an_unclaimed_detached_ticket_is_released(pair: WorkerPair) -> None:
@@ -141,3 +150,30 @@ async def another_decode_worker(pair: WorkerPair) -> PoolWorker[Decode]:
     model = FakeForward(pair.arena)
     parts = WorkerParts(pair.store, membership, model, pair.decode.limits, metrics)
     return PoolWorker(parts, Decode)
+
+
+async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_it(
+    make_pair: MakePair,
+) -> None:
+    """It had 12 slots for 13 tokens; the worker that claims it gets the fourth block."""
+    pair = await make_pair(num_blocks=4)
+    await pair.store.allocate("pool", "in the way", "Prefill", 9, [], 1)
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
+    await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
+    await pair.until(lambda: bool(pair.decode.role._extender._wanting))
+    detached = await handed_over(pair, "r1")
+    assert len(detached.sequences[0].block_ids) == 3
+    await pair.store.release("pool", "in the way", 1)
+    pair.decode.role.reserve(pair.session, "r1", 2, 1)
+    pair.decode.role.admit(pair.session, replace(detached, attempt=2))
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 6)
+
+
+async def test_abort_ends_a_detached_ticket(pair: WorkerPair) -> None:
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    await handed_over(pair, "r1")
+    pair.decode.role.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    assert len(pair.session.of(Requeued)) == 1

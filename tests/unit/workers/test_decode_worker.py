@@ -234,3 +234,26 @@ async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
         "invalid_request",
         "no such form",
     )
+
+
+async def test_an_abort_while_it_is_being_claimed_frees_the_blocks(pair: WorkerPair) -> None:
+    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=500))
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, issued)
+    pair.decode.role.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    assert not outputs(pair.session, "r1")
+
+
+async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: WorkerPair) -> None:
+    """The gateway gets the one of the two that came first."""
+    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=2))
+    pair.decode_model.gate.clear()
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, replace(issued, timeout_ms=20))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    await pair.until(lambda: all(job.ending for job in pair.decode.role.jobs))
+    pair.decode_model.gate.set()
+    await pair.until_empty()
+    assert finished(pair.session, "r1")
+    assert tokens(pair.session, issued) == expected(PROMPT, 2)

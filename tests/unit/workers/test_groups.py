@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from services.protocol.messages import Generated, Requeued, RequeueReason, Resume
+from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, Resume
 from services.protocol.ticket import TicketSequence
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT, FakeSession
-from .groups import admit, answer, asked, ended, num_held, right, start
+from .groups import admit, answer, asked, ended, num_held, right, start, tokens
 from .runs import prefill
 
 # Prefill
@@ -164,3 +164,46 @@ async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakeP
     assert [list(state.token_ids) for state in detached.sequences] == [right(0, 5), right(2, 5)]
     pair.decode.role.abort(other, "r1", 6)
     await pair.until_empty()
+
+
+async def test_an_abort_of_one_lets_the_others_go_on(pair: WorkerPair) -> None:
+    pair.decode_model.gate.clear()
+    issued = await start(pair, asked(3, 12))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    pair.decode.role.abort(pair.session, "r1", 1, 1)
+    assert pair.decode.role.load().num_free_slots == 16 - 2
+    pair.decode.role.abort(pair.session, "r1", 1, 1)  # again, or of nobody: no error
+    pair.decode.role.abort(pair.session, "r1", 1, 7)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: ended(pair.session) == {0, 2})
+    got = tokens(pair.session, issued)
+    assert (got[0], got[2]) == (right(0, 12), right(2, 12))
+    assert len(got[1]) == 1  # nothing of the step in flight either
+    await pair.until_empty()
+
+
+async def test_the_abort_of_the_last_one_is_that_of_the_request(pair: WorkerPair) -> None:
+    pair.decode_model.gate.clear()
+    await start(pair, asked(2, 500))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    for index in (1, 0):
+        pair.decode.role.abort(pair.session, "r1", 1, index)
+    pair.decode_model.gate.set()
+    await pair.until_empty()
+    assert pair.decode.role.load().num_free_slots == 16
+    assert not pair.session.of(Failed)
+
+
+async def test_an_abort_that_crosses_the_end_of_the_others(pair: WorkerPair) -> None:
+    """1 ends in the step in flight, and 0 is aborted: no sequence is left, and the gateway gets the
+    reason."""
+    wanted = asked(2, 500)
+    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 2)[-1],))
+    pair.decode_model.gate.clear()
+    await start(pair, replace(wanted, sampling=sampling))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    pair.decode.role.abort(pair.session, "r1", 1, 0)
+    pair.decode_model.gate.set()
+    await pair.until_empty()
+    assert ended(pair.session) == {1}
+    assert pair.decode.role.load().num_free_slots == 16

@@ -181,3 +181,20 @@ async def test_an_attempt_submitted_twice_is_refused(pair: WorkerPair) -> None:
     pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     with pytest.raises(InvalidRequest):
         pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
+
+
+async def test_an_abort_while_blocks_are_asked_for_frees_them(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = pair.store.allocate
+
+    async def slow(*args: Any) -> Allocation:
+        allocation = await allocate(*args)
+        pair.prefill.role.abort(pair.session, "r1", 1)
+        return allocation
+
+    monkeypatch.setattr(pair.store, "allocate", slow)
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
+    await pair.until(lambda: not pair.prefill.role.load().num_waiting)
+    await pair.until_empty()
+    assert not pair.session.events
