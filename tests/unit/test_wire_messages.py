@@ -51,6 +51,8 @@ from services.protocol.ticket import (
     FinishReason,
     Hypothesis,
     SamplingParams,
+    Swapped,
+    SwappedTable,
     Ticket,
     TicketSequence,
 )
@@ -75,6 +77,11 @@ SEARCH = replace(
     beams=BeamState((-1.5,), (Hypothesis((16, 17), -2.5, FinishReason.LENGTH),)),
 )
 LOGPROBS = (Logprobs(-0.5, 2, (12, 13), (-0.25, -0.5)),)
+SWAPPED = replace(
+    TICKET,
+    sequences=(TicketSequence(0, (10,)),),
+    swapped=Swapped("swap", "holder", 5, (SwappedTable(0, (7,)),)),
+)
 OUTPUT = Generated("r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, 2, 1)
 COMMANDS: list[Command] = [
     Reserve("r", 2, 3),
@@ -97,6 +104,7 @@ EVENTS: list[WorkerEvent] = [
     Failed("r", 2, "code", "message"),
     *(Requeued("r", 2, reason, TICKET.state) for reason in RequeueReason),
     Requeued("r", 2, RequeueReason.DRAINING, SEARCH.state),
+    Requeued("r", 2, RequeueReason.PREEMPTED, SWAPPED.state),
     DrainNotice(3),
     Step((OUTPUT,)),
 ]
