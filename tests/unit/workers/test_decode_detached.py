@@ -177,3 +177,15 @@ async def test_abort_ends_a_detached_ticket(pair: WorkerPair) -> None:
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
     assert len(pair.session.of(Requeued)) == 1
+
+
+async def test_a_handed_over_sequence_may_come_back(pair: WorkerPair) -> None:
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
+    await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
+    detached = await handed_over(pair, "r1")
+    pair.decode.role.reserve(pair.session, "r1", 2, 1)
+    pair.decode.role.admit(pair.session, replace(detached, attempt=2))
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 60)
+    assert not pair.decode.role.jobs.detached("h-r1")
+    await pair.until_empty()
