@@ -238,10 +238,14 @@ class RedisStore(RedisReads):
         hashes: Sequence[PrefixHash],
         limits: tuple[int, int],
     ) -> Retained:
+        if not await self._retains(pool_id):
+            raise StoreUnavailable(f"pool {pool_id} has functions without retention")
         args: list[Argument] = [owner, name, ttl_ms, *limits, *hashes]
         return Retained(*await self._mutate("retain", pool_id, *args))
 
     async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+        if not await self._retains(pool_id):
+            return False
         return bool(await self._mutate("end_retention", pool_id, owner, name))
 
     # Recovery

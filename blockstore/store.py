@@ -89,7 +89,7 @@ def tenant_of(holder_id: str) -> str:
     return tenant if tenant and slash else NO_TENANT
 
 
-FUNCTION_LIBRARY, PREVIOUS_LIBRARY = "quire_v10", "quire_v9"
+FUNCTION_LIBRARY, PREVIOUS_LIBRARY = "quire_v9", "quire_v8"
 """Names of the function library in the server, with its version, and of the version before. The
 header of a pool names its own: during an upgrade, the pools of older workers stay with the
 functions that those workers call."""

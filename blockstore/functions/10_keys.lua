@@ -103,11 +103,11 @@ local function require_distinct(values)
   end
 end
 
-local LIBRARY = 'quire_v10'
+local LIBRARY = 'quire_v9'
 
 local clock_ms -- the server's clock in this call; nil until it is read
 
--- Registers `body(tag, args)` as quire_v10_<name>; a refusal in it becomes an error reply.
+-- Registers `body(tag, args)` as quire_v9_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end

@@ -2,8 +2,8 @@
 --
 -- match    hash ... -> the number of leading hashes that are indexed
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
---             [worker, 1 if fenced else 0 ...], [missing worker ...]]. The version before reads this
---             answer too, so the shares (see read_shares) stand among the header's fields
+--             [worker, 1 if fenced else 0 ...], [missing worker ...]]. The version before reads
+--             this answer too, so the shares (see read_shares) are among the header's fields
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
 -- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, answer of that part
 --          ...], for the audit. The parts of one call are read atomically; answers of several calls

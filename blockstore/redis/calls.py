@@ -23,7 +23,7 @@ from blockstore.redis.held_blocks_mirror import HeldBlocksMirror
 from blockstore.redis.library import load_functions
 from blockstore.redis.server import Renew, Server
 from blockstore.redis.stream import CommandStream, Record
-from blockstore.store import FUNCTION_LIBRARY
+from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 
 MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
@@ -134,7 +134,7 @@ class RedisCalls(ABC):
             run_id, library = await link.reads.send("HMGET", *header)
             if run_id is None:
                 return FUNCTION_LIBRARY
-            link.library = library.decode()
+            link.library = PREVIOUS_LIBRARY if library is None else library.decode()
         return link.library
 
     async def _mutate(

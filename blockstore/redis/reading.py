@@ -101,6 +101,8 @@ class RedisReads(RedisCalls):
         await link.free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
     async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
+        if not await self._retains(pool_id):
+            return ()
         rows = await self._retention_pages("retentions", pool_id)
         parts = await self._retention_pages("ledger", pool_id, "retentions") if with_hashes else []
         hashes = {key: tuple(flat[::2]) for key, *flat in parts}
@@ -116,3 +118,7 @@ class RedisReads(RedisCalls):
             page = reply[-1] if parts else reply
             rows.extend(page)
         return rows
+
+    async def _retains(self, pool_id: str) -> bool:
+        """Whether the pool's functions know retention: those of the version before do not."""
+        return await self._library(pool_id) == FUNCTION_LIBRARY

@@ -1,13 +1,13 @@
 """header.json: geometry and identity of a pool, for each process that opens its directory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from blockstore.records import PoolSpec
-from blockstore.store import FUNCTION_LIBRARY
+from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 from services.pool.layout import PoolLayout
 
 ArenaKind = Literal["file", "cuda"]
@@ -71,7 +71,8 @@ class PoolHeader:
     def parse(cls, text: bytes, name: str = "header") -> "PoolHeader":
         """Raises BadHeader if it is invalid. `name` names the header in the error."""
         try:
-            return _ADAPTER.validate_json(text, strict=True)
+            header = _ADAPTER.validate_json(text, strict=True)
+            return header if b'"library"' in text else replace(header, library=PREVIOUS_LIBRARY)
         except ValidationError as error:
             raise BadHeader(f"{name}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from blockstore.store import FUNCTION_LIBRARY, PREVIOUS_LIBRARY
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 10
 """The version of the messages in proto/quire/v1, and of the function library of the block store. A
 new library, or a change that services of the version before may notice, increments it, and puts the
 commit before it into tests/previous_version.txt."""

@@ -52,13 +52,16 @@ async def test_a_foreign_library_under_our_name_is_refused_and_kept(own_valkey: 
 async def test_a_pool_of_the_version_before_keeps_its_functions(own_valkey: Valkey) -> None:
     """Its workers call them until they have left."""
     theirs = library_text().replace(FUNCTION_LIBRARY, PREVIOUS_LIBRARY)
-    own_valkey.command("FUNCTION", "LOAD", theirs.replace("    read_shares(pool),\n", ""))
+    own_valkey.command("FUNCTION", "LOAD", theirs.replace("'library', LIBRARY", "'by', 'them'"))
     spec = ("old", "toy", "f" * 32, "8", "16", "1024", "0")
     function, pool, *fields = f"{PREVIOUS_LIBRARY}_register_pool", *spec
     store = await RedisStore.connect(own_valkey.url, retry_for_s=0.5)
     own_valkey.command("FCALL", function, 1, f"{{{pool}}}", *fields, store.run_id)
-    stats = await store.stats("old")
-    assert (stats.num_free, stats.shares) == (8, ())  # which they do not know
+    assert (await store.stats("old")).num_free == 8
+    assert await store.retentions("old") == ()
+    assert not await store.end_retention("old", "owner", "name")
+    with pytest.raises(StoreUnavailable):
+        await store.retain("old", "owner", "name", 1000, [b"h" * 16], (8, 8))
     assert not (await store.audit("old")).ledger_checked  # this version's audit reads other keys
     own_valkey.command("FUNCTION", "DELETE", PREVIOUS_LIBRARY)
     with pytest.raises(StoreUnavailable):
