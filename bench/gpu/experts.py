@@ -120,7 +120,7 @@ def _invariance(machine: Machine, weights: ExpertWeights) -> Passed:
 def _speed(machine: Machine, ops: Backend) -> Passed:
     size = machine.pick(QWEN3_30B, (4, 2, 64, 40))
     weights = moved(in_dtype(weights_of(*size), machine.half), machine.device)
-    num_bytes = (weights.gate_up.numel() + weights.down.numel()) * weights.down.element_size()
+    num_bytes = sum(w.nbytes for w in (weights.gate_up, weights.down) if isinstance(w, Tensor))
     copied, figures = copy_rate(machine), dict[str, float | str]()
     for num_rows in machine.pick((1, 64, 4096), (2,)):
         x = randn(num_rows, size[2]).to(machine.device, machine.half)

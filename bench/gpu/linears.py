@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu import experts
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits, worst
 from bench.gpu.experts import randn
 from bench.gpu.speed import copy_rate
@@ -35,6 +36,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     ops, reference = kvops.backend("triton"), kvops.backend("reference")
     for kind in machine.pick(KINDS, KINDS[::2]):
         yield f"{kind} equals the reference", partial(_equals, machine, ops, reference, kind)
+    yield "experts equal the reference", lambda: _experts(machine, ops, reference)
     yield "same bits beside any rows of a class", lambda: _invariance(machine, ops)
     yield "same bits in a CUDA graph", lambda: _graph(machine, ops)
     for kind in ("int4-128", "int8", "fp8", "fp8-128"):
@@ -83,6 +85,25 @@ def _example(machine: Machine, num_rows: int) -> tuple[Tensor, GroupedWeight]:
     weight = pack("int4-128", [randn(n, k) * k**-0.5])
     x = randn(num_rows, k).to(machine.device, machine.half)
     return x, moved(weight, machine.device)
+
+
+def _experts(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+    num, width, hidden = machine.pick((16, 768, 1024), (3, 40, 64))
+    plain, shares = experts.weights_of(num, 2, hidden, width), []
+    kinds: list[tuple[Kind, Kind]] = [("int4-32", "int8"), ("fp8-128", "int4-128")]
+    for gate_up, down in kinds:
+        pair = packed(gate_up, num * 2 * width, hidden), packed(down, num * hidden, width)
+        here = replace(plain, gate_up=pair[0], down=pair[1])
+        there = replace(
+            experts.moved(plain, machine.device),
+            gate_up=moved(pair[0], machine.device),
+            down=moved(pair[1], machine.device),
+        )
+        for num_rows in machine.pick((1, 100, 1000), (5,)):
+            x = randn(num_rows, hidden, seed=num_rows).to(machine.half)
+            found = ops.experts(x.to(machine.device), there)
+            shares.append(compare(found, reference.experts(x, here), experts.SLACK))
+    return worst(shares, f"{len(shares)} batches")
 
 
 def _random(kind: Kind, n: int, k: int, device: str) -> GroupedWeight:

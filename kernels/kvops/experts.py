@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvops.grouped import GroupedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
@@ -13,9 +15,10 @@ class ExpertWeights:
     `normalizes`."""
 
     router: Tensor  # fp32 [E, hidden]
-    gate_up: Tensor
-    """[E, 2 * intermediate, hidden], the gate's outputs first."""
-    down: Tensor  # [E, hidden, intermediate]
+    gate_up: Tensor | GroupedWeight
+    """[E, 2 * intermediate, hidden], the gate's outputs first; quantized ones are [E * 2 *
+    intermediate, hidden]."""
+    down: Tensor | GroupedWeight  # [E, hidden, intermediate], or [E * hidden, intermediate]
     top_k: int
     normalizes: bool
     router_bias: Tensor | None = None  # [E]
@@ -24,6 +27,23 @@ class ExpertWeights:
     alpha: float = 0.0
     limit: float = 0.0
     """The bound of `swiglu`, as `alpha` is its factor; 0 makes the gate SiLU."""
+
+    @property
+    def width(self) -> int:
+        """The inputs of `down`."""
+        down = self.down
+        return down.num_inputs if isinstance(down, GroupedWeight) else down.shape[2]
+
+    def of(self, expert: int) -> tuple[Tensor | GroupedWeight, ...]:
+        """`gate_up` and `down` of an expert."""
+        parts: list[Tensor | GroupedWeight] = []
+        for weight in (self.gate_up, self.down):
+            if isinstance(weight, GroupedWeight):
+                each = len(weight.codes) // len(self.router)
+                parts.append(weight.rows(expert * each, (expert + 1) * each))
+            else:
+                parts.append(weight[expert])
+        return tuple(parts)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] of rows of fp32 logits [T, E], and their weights."""

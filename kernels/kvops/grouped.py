@@ -67,6 +67,14 @@ class GroupedWeight:
             if (found.shape, found.dtype, found.device) != (wanted.shape, wanted.dtype, device):
                 raise ValueError(f"{name}: {found.dtype} {list(found.shape)} on {found.device}")
 
+    def rows(self, begin: int, end: int) -> "GroupedWeight":
+        """Some of the outputs."""
+        part = slice(begin, end)
+        scales = self.scales[:, part].contiguous()
+        return GroupedWeight(
+            self.kind, self.num_inputs, self.codes[part], scales, self.outputs[part]
+        )
+
     def relative(self) -> Tensor:
         """The weights [N, K] without the outputs' scales, fp32."""
         n = len(self.codes)

@@ -110,10 +110,11 @@ class Kernels(ABC):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             if not len(rows):
                 continue
-            wide = self.linear(x[rows], weights.gate_up[expert], _of(weights.gate_up_bias, expert))
+            gate_up, down = weights.of(expert)
+            wide = self.linear(x[rows], gate_up, _of(weights.gate_up_bias, expert))
             gate, up = wide.chunk(2, dim=-1)
             gated = self.silu_mul(gate, up) if weights.limit == 0 else weights.swiglu(gate, up)
-            out = self.linear(gated, weights.down[expert], _of(weights.down_bias, expert))
+            out = self.linear(gated, down, _of(weights.down_bias, expert))
             total[rows] += shares[rows, places, None] * out
         return total.to(x.dtype)
 

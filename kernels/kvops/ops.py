@@ -275,9 +275,18 @@ class Backend:
         """Computes a layer of experts: the sum of the outputs of each row's experts, times their
         weights (Shazeer et al., 2017). The router computes in fp32. x: [T, hidden]. Result:
         x's shape."""
-        num, wide, hidden = weights.gate_up.shape
-        _check("x", x, weights.gate_up, (-1, hidden))
-        _check("down", weights.down, x, (num, hidden, wide // 2))
+        num, hidden = weights.router.shape
+        gate_up, down, width = weights.gate_up, weights.down, weights.width
+        _check("x", x, x, (-1, hidden))
+        for name, one, shape in (
+            ("gate_up", gate_up, (num, 2 * width, hidden)),
+            ("down", down, (num, hidden, width)),
+        ):
+            if isinstance(one, GroupedWeight):
+                if (len(one.codes), one.num_inputs) != (shape[0] * shape[1], shape[2]):
+                    raise ValueError(f"{name}: {_shape(one.codes)} is not {list(shape)}")
+            else:
+                _check(name, one, x, shape)
         if weights.router.shape != (num, hidden) or weights.router.dtype != torch.float32:
             raise ValueError(f"router: {_shape(weights.router)} is not fp32 {[num, hidden]}")
         if not 1 <= weights.top_k <= num:

@@ -266,13 +266,18 @@ def test_composed_models_have_the_kinds_of_the_cpu(plain: Path, tmp_path: Path) 
     assert composed_kinds(tmp_path / "fp8", quantize="int8") == ["int8"] * 3
 
 
-def test_quantized_experts_are_refused_where_no_kernels_take_them(tmp_path: Path) -> None:
-    spec = CheckpointSpec("qwen3_moe", num_experts=4, experts_per_token=2)
-    experts = make_checkpoint(tmp_path / "experts", spec)
-    assert load_error(experts, "int8", backend="reference").endswith(
-        "backend 'reference' has no kernels for experts of int8; --quantize none serves the "
-        "weights in floating point"
+def test_experts_of_composed_models_answer_with_the_dequantized_weights(tmp_path: Path) -> None:
+    """They stay packed, if all linears of a layer's experts have one kind."""
+    spec = replace(SPEC, family="qwen3_moe", num_experts=4, experts_per_token=2)
+    plain = make_checkpoint(tmp_path / "plain", spec)
+    twin = write_quantized(plain, tmp_path / "quantized", awq(32), skip=("1.mlp.experts.2.down",))
+    model: Any = load_model(
+        tmp_path / "quantized", torch.bfloat16, kvops.backend("reference"), device="meta"
     )
+    experts = [layer.experts for layer in model._layers]
+    assert [getattr(one.gate_up, "kind", None) for one in experts] == ["int4-32", "int4-32"]
+    assert [getattr(one.down, "kind", None) for one in experts] == ["int4-32", None]
+    compare_answers(tmp_path / "quantized", twin, bound=0.03, backend="reference")
 
 
 def test_codes_are_packed_as_they_are(plain: Path, tmp_path: Path) -> None:

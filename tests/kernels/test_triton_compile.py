@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,28 @@ def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, sw
             assert not loads_that_loops_wait_for(kernel.asm["ptx"])
             # In fp32 tensor cores would round to tf32.
             assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "kind", ["int4-32", "fp8-128", pytest.param("int8", marks=pytest.mark.full)]
+)
+def test_experts_of_quantized_weights_compile(capability: int, tmp_path: Path, kind: Kind) -> None:
+    weights = replace(
+        in_dtype(weights_of(8, 3, hidden=256, wide=384), torch.bfloat16),
+        gate_up=of_zeros(kind, 8 * 768, 256),
+        down=of_zeros(kind, 8 * 256, 384),
+    )
+    with compiling(capability, tmp_path) as compiled:
+        for num_rows in (1, 100):
+            chosen = torch.zeros(num_rows, 3, dtype=torch.int64)
+            experts(torch.zeros(num_rows, 256).bfloat16(), weights, chosen, chosen.float())
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    assert sorted(kernel.metadata.name for kernel in kernels) == ["_add", "_down", "_gate_up"]
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    for kernel in kernels:
+        if kernel.metadata.name != "_add":
+            assert not loads_that_loops_wait_for(kernel.asm["ptx"])
+            assert "mma" in kernel.asm["ptx"]
 
 
 def of_zeros(kind: Kind, n: int, k: int) -> GroupedWeight:

@@ -164,6 +164,25 @@ EXPERTS: dict[str, tuple[int, ExpertWeights]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["int4-32", "int8", "fp8-128"])
+@pytest.mark.parametrize("name", ["an expert of several tiles", "gpt-oss", "several programs"])
+def test_experts_of_quantized_weights(
+    ops: Backend, reference: Backend, name: str, kind: Kind
+) -> None:
+    num_rows, plain = EXPERTS[name]
+    hidden, (num, width) = plain.router.shape[1], (len(plain.router), plain.width)
+    weights = dataclasses.replace(
+        plain,
+        gate_up=packed(kind, num * 2 * width, hidden),
+        down=packed(kind, num * hidden, width),
+    )
+    x = randn(num_rows, hidden)
+    rtol, atol = TOLERANCE[torch.float32]
+    torch.testing.assert_close(
+        ops.experts(x, weights), reference.experts(x, weights), rtol=4 * rtol, atol=8 * atol
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "weights"), EXPERTS.values(), ids=EXPERTS.keys())
 def test_experts_compute_their_rows(

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvops.experts import ExpertWeights
+from kvops.grouped import CHUNK, GroupedWeight
+from kvops.triton.linears import sums
 
 _LINES = 64
 _OUTPUTS = 64
@@ -34,7 +36,7 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
     """The experts' outputs for x [T, hidden]. `chosen`, `shares`: [T, top_k], from
     `ExpertWeights.choose`."""
     num_rows, hidden = x.shape
-    num_experts, width, top_k = len(weights.gate_up), weights.down.shape[2], weights.top_k
+    num_experts, width, top_k = len(weights.router), weights.width, weights.top_k
     num_places = num_rows * top_k
     chosen, order = chosen.sort(dim=1)
     shares = shares.gather(1, order)
@@ -56,7 +58,7 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
     outs = x.new_empty(num_places, hidden, dtype=torch.float32)
     _gate_up[(num_tiles, triton.cdiv(width, _OUTPUTS))](
         x.contiguous(),
-        weights.gate_up,
+        *_tensors(weights.gate_up),
         weights.gate_up_bias,
         places,
         begins,
@@ -67,11 +69,12 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
         weights.limit,
         TOP_K=top_k,
         CLAMPED=weights.limit > 0,
+        **_packing(weights.gate_up),
         **tiling,
     )
     _down[(num_tiles, triton.cdiv(hidden, _OUTPUTS))](
         gated,
-        weights.down,
+        *_tensors(weights.down),
         weights.down_bias,
         places,
         begins,
@@ -79,6 +82,7 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
         outs,
         width,
         hidden,
+        **_packing(weights.down),
         **tiling,
     )
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -86,6 +90,46 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
         outs, total, hidden, TOP_K=top_k, WIDTH=_SUM_WIDTH
     )
     return total
+
+
+def _tensors(weight: Tensor | GroupedWeight) -> tuple[Tensor | None, ...]:
+    """Weights, or codes with the scales of groups and of outputs."""
+    if isinstance(weight, GroupedWeight):
+        return weight.codes, weight.scales, weight.outputs
+    return weight, None, None
+
+
+def _packing(weight: Tensor | GroupedWeight) -> dict[str, str | int | None]:
+    if isinstance(weight, GroupedWeight):
+        return {"FORM": weight.form, "GROUP": weight.group, "WIDTH": weight.width, "CHUNK": CHUNK}
+    return {"FORM": None, "GROUP": 0, "WIDTH": 0, "CHUNK": 0}
+
+
+@triton.jit
+def _unpacked(
+    x_at,
+    is_line,
+    codes,
+    scales,
+    factors,
+    outputs,
+    is_output,
+    num_inputs,
+    num_outputs,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LINES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """The products [lines, outputs] with quantized weights."""
+    last = tl.cdiv(num_inputs, CHUNK)
+    total = sums(
+        x_at, is_line, codes, scales, outputs, is_output, num_inputs, num_outputs, 0, last,
+        FORM, GROUP, WIDTH, CHUNK, LINES, OUTPUTS
+    )  # fmt: skip
+    return tl.trans(total * tl.load(factors + outputs, mask=is_output, other=0.0)[:, None])
 
 
 @triton.jit
@@ -110,6 +154,8 @@ def _tile(begins, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, LINES: tl.co
 def _gate_up(
     x,
     weights,
+    scales,
+    factors,
     biases,
     places,
     begins,
@@ -120,6 +166,10 @@ def _gate_up(
     limit,
     TOP_K: tl.constexpr,
     CLAMPED: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     LINES: tl.constexpr,
@@ -138,19 +188,30 @@ def _gate_up(
     is_output = outputs < width
     inputs = tl.arange(0, INPUTS)
     first = expert.to(tl.int64) * 2 * width
-    gate_at = weights + (first + outputs)[None, :] * hidden + inputs[:, None]
-    up_at = weights + (first + width + outputs)[None, :] * hidden + inputs[:, None]
-    x_at = x + rows.to(tl.int64)[:, None] * hidden + inputs[None, :]
-    gate = tl.zeros([LINES, OUTPUTS], tl.float32)
-    up = tl.zeros([LINES, OUTPUTS], tl.float32)
-    for k in range(0, hidden, INPUTS):
-        is_input = inputs < hidden - k
-        part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
-        is_weight = is_output[None, :] & is_input[:, None]
-        gate_part = tl.load(gate_at + k, mask=is_weight, other=0.0)
-        up_part = tl.load(up_at + k, mask=is_weight, other=0.0)
-        gate = tl.dot(part, gate_part, acc=gate, input_precision="ieee")
-        up = tl.dot(part, up_part, acc=up, input_precision="ieee")
+    if FORM is not None:
+        row_at, total = x + rows.to(tl.int64) * hidden, NUM_EXPERTS * 2 * width
+        gate = _unpacked(
+            row_at, is_line, weights, scales, factors, first + outputs, is_output, hidden, total,
+            FORM, GROUP, WIDTH, CHUNK, LINES, OUTPUTS
+        )  # fmt: skip
+        up = _unpacked(
+            row_at, is_line, weights, scales, factors, first + width + outputs, is_output, hidden,
+            total, FORM, GROUP, WIDTH, CHUNK, LINES, OUTPUTS
+        )  # fmt: skip
+    else:
+        gate_at = weights + (first + outputs)[None, :] * hidden + inputs[:, None]
+        up_at = weights + (first + width + outputs)[None, :] * hidden + inputs[:, None]
+        x_at = x + rows.to(tl.int64)[:, None] * hidden + inputs[None, :]
+        gate = tl.zeros([LINES, OUTPUTS], tl.float32)
+        up = tl.zeros([LINES, OUTPUTS], tl.float32)
+        for k in range(0, hidden, INPUTS):
+            is_input = inputs < hidden - k
+            part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
+            is_weight = is_output[None, :] & is_input[:, None]
+            gate_part = tl.load(gate_at + k, mask=is_weight, other=0.0)
+            up_part = tl.load(up_at + k, mask=is_weight, other=0.0)
+            gate = tl.dot(part, gate_part, acc=gate, input_precision="ieee")
+            up = tl.dot(part, up_part, acc=up, input_precision="ieee")
     if biases is not None:
         bias_at = biases + first + outputs
         gate += tl.load(bias_at, mask=is_output, other=0.0).to(tl.float32)[None, :]
@@ -175,6 +236,8 @@ def _gate_up(
 def _down(
     x,
     weights,
+    scales,
+    factors,
     biases,
     places,
     begins,
@@ -182,6 +245,10 @@ def _down(
     out,
     width,
     hidden,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     LINES: tl.constexpr,
@@ -199,15 +266,21 @@ def _down(
     is_output = outputs < hidden
     inputs = tl.arange(0, INPUTS)
     first = expert.to(tl.int64) * hidden
-    weights_at = weights + (first + outputs)[None, :] * width + inputs[:, None]
-    x_at = x + lines.to(tl.int64)[:, None] * width + inputs[None, :]
-    total = tl.zeros([LINES, OUTPUTS], tl.float32)
-    for k in range(0, width, INPUTS):
-        is_input = inputs < width - k
-        part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
-        is_weight = is_output[None, :] & is_input[:, None]
-        weight = tl.load(weights_at + k, mask=is_weight, other=0.0)
-        total = tl.dot(part, weight, acc=total, input_precision="ieee")
+    if FORM is not None:
+        total = _unpacked(
+            x + lines.to(tl.int64) * width, is_line, weights, scales, factors, first + outputs,
+            is_output, width, NUM_EXPERTS * hidden, FORM, GROUP, WIDTH, CHUNK, LINES, OUTPUTS
+        )  # fmt: skip
+    else:
+        weights_at = weights + (first + outputs)[None, :] * width + inputs[:, None]
+        x_at = x + lines.to(tl.int64)[:, None] * width + inputs[None, :]
+        total = tl.zeros([LINES, OUTPUTS], tl.float32)
+        for k in range(0, width, INPUTS):
+            is_input = inputs < width - k
+            part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
+            is_weight = is_output[None, :] & is_input[:, None]
+            weight = tl.load(weights_at + k, mask=is_weight, other=0.0)
+            total = tl.dot(part, weight, acc=total, input_precision="ieee")
     if biases is not None:
         bias = tl.load(biases + first + outputs, mask=is_output, other=0.0)
         total += bias.to(tl.float32)[None, :]

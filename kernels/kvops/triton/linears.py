@@ -163,6 +163,59 @@ def _weights(codes, words, FORM: tl.constexpr):
     return value * (256 * scale)[:, None]
 
 
+@triton.jit
+def sums(
+    x_at,
+    is_row,
+    codes,
+    scales,
+    outputs,
+    is_output,
+    num_inputs,
+    num_outputs,
+    first,
+    last,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    row_scales=None,
+):
+    """The products [outputs, rows] of the inputs from chunk `first` to `last`, without the scales
+    of the outputs. `x_at` [rows] points to the first input of each row; `row_scales` [rows], for x
+    in fp8, to its first scale. A chunk is one group then."""
+    PER_BYTE: tl.constexpr = 2 if FORM == "int4" else 1
+    places = tl.arange(0, WIDTH)
+    row_bytes = tl.cdiv(num_inputs, CHUNK) * (CHUNK // PER_BYTE)
+    codes_at = codes + outputs.to(tl.int64)[:, None] * row_bytes + places[None, :]
+    values_at = x_at[None, :] + places[:, None]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for chunk in range(first, last):
+        for part in tl.static_range(CHUNK // (WIDTH * PER_BYTE)):
+            begin = chunk * CHUNK + part * WIDTH * PER_BYTE
+            octets = tl.load(codes_at + begin // PER_BYTE, mask=is_output[:, None], other=0)
+            for half in tl.static_range(PER_BYTE):
+                k = begin + half * WIDTH
+                scales_at = scales + (k // GROUP).to(tl.int64) * num_outputs + outputs
+                words = tl.load(scales_at, mask=is_output, other=0)
+                is_value = is_row[None, :] & (places < num_inputs - k)[:, None]
+                values = tl.load(values_at + k, mask=is_value, other=0.0)
+                some = octets
+                if PER_BYTE == 2:
+                    some = octets >> 4 if half else octets & 15
+                if row_scales is not None:
+                    product = tl.dot(some.to(tl.float8e4nv, bitcast=True), values)
+                    of_rows = tl.load(row_scales + chunk, mask=is_row, other=0.0)
+                    scale = words.to(tl.float32, bitcast=True)
+                    total += product * (scale[:, None] * of_rows[None, :])
+                else:
+                    weights = _weights(some, words, FORM).to(values.dtype)
+                    total = tl.dot(weights, values, acc=total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows", "chunks"])
 def _multiply(
     x,
@@ -184,41 +237,32 @@ def _multiply(
     OUTPUTS: tl.constexpr,
 ):
     """Computes a tile of `out` [splits, rows, outputs], from some chunks of inputs."""
-    PER_BYTE: tl.constexpr = 2 if FORM == "int4" else 1
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    split = tl.program_id(2)
+    split, num_chunks = tl.program_id(2), tl.cdiv(num_inputs, CHUNK)
     is_row, is_output = rows < num_rows, outputs < num_outputs
-    places = tl.arange(0, WIDTH)
-    row_bytes = tl.cdiv(num_inputs, CHUNK) * (CHUNK // PER_BYTE)
-    codes_at = codes + outputs.to(tl.int64)[:, None] * row_bytes + places[None, :]
-    x_at = x + rows[None, :] * num_inputs + places[:, None]
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    last = tl.minimum((split + 1) * chunks, tl.cdiv(num_inputs, CHUNK))
-    for chunk in range(split * chunks, last):
-        for part in tl.static_range(CHUNK // (WIDTH * PER_BYTE)):
-            first = chunk * CHUNK + part * WIDTH * PER_BYTE
-            octets = tl.load(codes_at + first // PER_BYTE, mask=is_output[:, None], other=0)
-            for half in tl.static_range(PER_BYTE):
-                k = first + half * WIDTH
-                words = tl.load(
-                    scales + k // GROUP * num_outputs + outputs, mask=is_output, other=0
-                )
-                some = octets
-                if PER_BYTE == 2:
-                    some = octets >> 4 if half else octets & 15
-                values = tl.load(
-                    x_at + k, mask=is_row[None, :] & (places < num_inputs - k)[:, None], other=0.0
-                )
-                if row_scales is not None:  # a chunk is one group
-                    at = row_scales + rows * tl.cdiv(num_inputs, CHUNK) + chunk
-                    scales_of_rows = tl.load(at, mask=is_row, other=0.0)
-                    product = tl.dot(octets.to(tl.float8e4nv, bitcast=True), values)
-                    scale = words.to(tl.float32, bitcast=True)
-                    total += product * (scale[:, None] * scales_of_rows[None, :])
-                else:
-                    weights = _weights(some, words, FORM).to(x.dtype.element_ty)
-                    total = tl.dot(weights, values, acc=total, input_precision="ieee")
+    scales_of_rows = None
+    if row_scales is not None:
+        scales_of_rows = row_scales + rows * num_chunks
+    total = sums(
+        x + rows * num_inputs,
+        is_row,
+        codes,
+        scales,
+        outputs,
+        is_output,
+        num_inputs,
+        num_outputs,
+        split * chunks,
+        tl.minimum((split + 1) * chunks, num_chunks),
+        FORM,
+        GROUP,
+        WIDTH,
+        CHUNK,
+        ROWS,
+        OUTPUTS,
+        scales_of_rows,
+    )
     total *= tl.load(factors + outputs, mask=is_output, other=0.0)[:, None]
     if biases is not None:
         total += tl.load(biases + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]

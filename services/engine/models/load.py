@@ -41,7 +41,6 @@ from services.model.config.layout import (
 )
 from services.model.config.model_config import ModelConfig
 from services.model.config.quantization import Quantization
-from services.runtime.errors import StartupError
 
 
 def load_model(
@@ -141,14 +140,14 @@ def _composed(
     embedding = place(lambda: [weights.tensors[EMBEDDING]])
     parts = _Parts(directory, config, weights, backend.name, place, embedding.device, kinds)
     *_, head = all_sections(config)
-    is_shared = config.tied_embeddings and not parts.group(head)
+    is_shared = config.tied_embeddings and parts.kind(head) is None
     return ComposedModel(
         config=config,
         ops=backend,
         embedding=embedding,
         layers=tuple(parts.layer(number) for number in range(config.num_layers)),
         final_norm=parts.norm(FINAL_NORM.removesuffix(".weight")),
-        head=embedding if is_shared else parts.weight(head),
+        head=embedding if is_shared else parts.weight(head, parts.kind(head)),
         weights_digest=digest,
     )
 
@@ -194,15 +193,16 @@ class _Parts:
     def _in_fp32(self, weight: Tensor | None) -> Tensor | None:
         return None if weight is None else weight.to(self.device, torch.float32)
 
-    def group(self, section: Section) -> int:
-        """The number of inputs that share a scale, or 0 for weights in floating point."""
-        kind = self.kinds.get(section.name)
-        return group_of(kind) if kind else 0
+    def kind(self, *sections: Section) -> Kind | None:
+        """The kind of the sections, or None if they are in floating point or of several kinds."""
+        kinds = {self.kinds.get(section.name) for section in sections}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return kind if kind and group_of(kind) else None
 
-    def weight(self, section: Section) -> Tensor | GroupedWeight:
-        if not self.group(section):
+    def weight(self, section: Section, kind: Kind | None) -> Tensor | GroupedWeight:
+        if kind is None:
             return self.place(lambda: [self._matrix(source) for source in section.sources])
-        kind, num_inputs = self.kinds[section.name], section.num_inputs
+        num_inputs = section.num_inputs
 
         @cache
         def packed() -> GroupedWeight:
@@ -220,7 +220,7 @@ class _Parts:
         return weight if isinstance(weight, Tensor) else weight.dequantized()
 
     def _linear(self, section: Section) -> Linear:
-        weight = self.weight(section)
+        weight = self.weight(section, self.kind(section))
         bias = section.bias(self.weights.tensors)
         return Linear(weight, None if bias is None else self.place(lambda: [bias]))
 
@@ -230,22 +230,21 @@ class _Parts:
             return None
         sections = expert_sections(self.config, number)
         assert sections is not None
-        for section in (*sections.gate_up, *sections.down):
-            if self.group(section) and not self.kinds[section.name].startswith("fp8"):
-                raise StartupError(
-                    f"{self.directory}: backend {self.backend!r} has no kernels for experts of "
-                    f"{self.kinds[section.name]}; --quantize none serves the weights in floating "
-                    "point"
-                )
         pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
-        gate_up = self.place(lambda: [self._matrix(name) for name in pairs])
-        down = self.place(lambda: [self._matrix(name) for name in names.down])
+        hidden, width = self.config.hidden_size, c.width
+        gate_up, down = (
+            self.weight(Section(name, tuple(sources), c.num * n, k), self.kind(*kinds))
+            for name, sources, n, k, kinds in (
+                ("gate_up", pairs, 2 * width, hidden, sections.gate_up),
+                ("down", names.down, hidden, width, sections.down),
+            )
+        )
         router = self._in_fp32(self.weights.tensors[f"{names.router}.weight"])
         assert router is not None
         return ExpertWeights(
             router,
-            gate_up.view(c.num, -1, self.config.hidden_size),
-            down.view(c.num, self.config.hidden_size, -1),
+            gate_up.view(c.num, -1, hidden) if isinstance(gate_up, Tensor) else gate_up,
+            down.view(c.num, hidden, -1) if isinstance(down, Tensor) else down,
             c.top_k,
             c.normalizes,
             self._in_fp32(self.weights.tensors.get(f"{names.router}.bias")),
