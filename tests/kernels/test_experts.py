@@ -22,6 +22,13 @@ def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
 
 
+def matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """`gate_up` and `down`, which are not quantized."""
+    assert isinstance(weights.gate_up, Tensor)
+    assert isinstance(weights.down, Tensor)
+    return weights.gate_up, weights.down
+
+
 def packed_gate_up(
     cpu: NativeCpu, kind: Kind, gate_up: Tensor, bias: Tensor | None = None
 ) -> PackedLinear:
@@ -38,11 +45,11 @@ def native(cpu: NativeCpu, kind: Kind, weights: ExpertWeights) -> Experts:
         router=cpu.pack("float32", weights.router, weights.router_bias),
         gate_up=[
             packed_gate_up(cpu, kind, expert, of(weights.gate_up_bias, i))
-            for i, expert in enumerate(weights.gate_up)
+            for i, expert in enumerate(matrices(weights)[0])
         ],
         down=[
             cpu.pack(kind, expert, of(weights.down_bias, i))
-            for i, expert in enumerate(weights.down)
+            for i, expert in enumerate(matrices(weights)[1])
         ],
         top_k=weights.top_k,
         normalizes=weights.normalizes,
@@ -104,9 +111,9 @@ def test_experts_have_the_bits_of_their_linears(cpu: NativeCpu, kind: Kind) -> N
     gated_type = torch.float32 if kind == "float32" else torch.bfloat16
     for row, expert in enumerate(logits.argmax(dim=1).tolist()):
         gated = torch.empty(1, 48, dtype=gated_type)
-        gate_up = packed_gate_up(cpu, kind, weights.gate_up[expert])
+        gate_up = packed_gate_up(cpu, kind, matrices(weights)[0][expert])
         cpu.ops.linear(hidden[row : row + 1], gate_up, gated, "silu_mul")
-        down = cpu.pack(kind, weights.down[expert])
+        down = cpu.pack(kind, matrices(weights)[1][expert])
         cpu.ops.linear(gated[:, :40].contiguous(), down, expected[row : row + 1])
     assert torch.equal(compute(cpu, native(cpu, kind, weights), x), expected)
 
@@ -121,7 +128,7 @@ def test_equal_logits_are_chosen_as_by_transformers(num: int, top_k: int, levels
     cpu, hidden = NativeCpu(), 132
     weights = weights_of(num, top_k, hidden)
     for expert in range(num):
-        weights.down[expert].zero_()[expert] = 1
+        matrices(weights)[1][expert].zero_()[expert] = 1
     generator = torch.Generator().manual_seed(levels)
     weights.router.zero_()[:, 0] = torch.randint(levels, (num,), generator=generator)
     x = randn(64, hidden).abs() + 0.1
@@ -144,8 +151,8 @@ def test_a_row_that_is_not_finite_changes_no_other_row(cpu: NativeCpu) -> None:
 
 def test_experts_that_do_not_fit_are_refused(cpu: NativeCpu) -> None:
     weights = weights_of(4, 2)
-    packed = [packed_gate_up(cpu, "float32", expert) for expert in weights.gate_up]
-    down = [cpu.pack("float32", expert) for expert in weights.down]
+    packed = [packed_gate_up(cpu, "float32", expert) for expert in matrices(weights)[0]]
+    down = [cpu.pack("float32", expert) for expert in matrices(weights)[1]]
     router = cpu.pack("float32", weights.router)
     for top_k, some in ((0, down), (5, down), (2, down[:3]), (2, [*down[:3], router])):
         with pytest.raises(ValueError, match=r"top_k|router|experts"):
@@ -156,6 +163,7 @@ def test_experts_of_backends_are_checked() -> None:
     backend, weights = kvops.backend("reference"), weights_of(4, 2)
     with pytest.raises(ValueError, match="x: "):
         backend.experts(randn(3, 63), weights)
-    one = ExpertWeights(weights.router[:1], weights.gate_up[:1], weights.down[:1], 2, True)
+    gate_up, down = matrices(weights)
+    one = ExpertWeights(weights.router[:1], gate_up[:1], down[:1], 2, True)
     with pytest.raises(ValueError, match="top_k: 2 is not between 1 and 1 experts"):
         backend.experts(randn(3, 64), one)
