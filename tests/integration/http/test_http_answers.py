@@ -1,6 +1,7 @@
 """Answers over HTTP, as OpenAI's own client and httpx read them."""
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from services.gateway.api import ChatMessage
+from services.gateway.http.answering.sending import EventStream
 
 from .conftest import HI, TEXTS, FakeGenerator
 
@@ -173,3 +175,17 @@ async def test_answer_names_the_model_whose_workers_come_after_the_request(
         streamed = await http.post(f"/v1/{kind}", json={**body, "stream": True})
         assert '"model":"org/tiny"' in streamed.text
         assert '"model":""' not in streamed.text
+
+
+async def test_no_character_of_a_stream_ends_a_line() -> None:
+    """Of clients such as httpx, which splits lines as `str.splitlines` does."""
+    text = "".join(map(chr, range(0x3000)))
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"text": text}
+
+    stream = EventStream(events(), lambda _: {}, 0.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(stream)) as client:
+        data, *rest = (await client.get("http://x/")).text.splitlines()
+    assert rest == ["", "data: [DONE]", ""]
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}

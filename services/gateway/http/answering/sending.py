@@ -11,6 +11,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
+_LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
+"""Characters that clients such as httpx take for the end of a line, and their JSON escapes."""
+
 CLIENT_GONE = 499
 """Status of an answer to a client that has disconnected, as in nginx."""
 
@@ -108,7 +111,10 @@ class EventStream(Response):
         if isinstance(event, bytes):
             return event
         name = b"event: %b\n" % event["type"].encode() if self._is_named else b""
-        return b"%bdata: %b\n\n" % (name, to_json(event))
+        data = to_json(event)
+        for mark, escaped in _LINE_ENDS.items():
+            data = data.replace(mark, escaped)
+        return b"%bdata: %b\n\n" % (name, data)
 
 
 def _part(body: bytes, *, more: bool = True) -> Message:
