@@ -78,7 +78,7 @@ TOMBSTONE_S = 600
 calls."""
 
 NO_TENANT = "~"
-"""Who is charged for blocks of requests without a tenant. No tenant has this name."""
+"""The name under which requests without a tenant are charged. No tenant has this name."""
 
 
 def tenant_of(holder_id: str) -> str:

@@ -17,7 +17,7 @@ _LEAST_PAUSE_S = 1.0
 _MOST_SHARE = 0.02
 """Copying the retentions of a pool takes at most this share of the time."""
 _NO_LIMITS = 2**31, 2**31
-"""What is retained again was within its budgets."""
+"""A prefix that is retained again was within its budgets before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class RetainDirective:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request for text has, and one for an embedding."""
+    """The fields that a request for text and a request for an embedding share."""
 
     prompt: Prompt
     request_id: str = ""

@@ -1,4 +1,4 @@
-"""What tenants used: snapshots of counters in the registry, one a minute for a day.
+"""The usage of tenants: snapshots of counters in the registry, one a minute for a day.
 
 A source is a gateway, which counts tokens, or a pool, which counts block-ms. Its counters only
 grow, so their difference between two snapshots is what was used meanwhile. A source that is killed
@@ -19,7 +19,7 @@ INTERVAL_S = 5.0
 
 
 class Used(NamedTuple):
-    """What a tenant used of a source since the source began."""
+    """The usage that a source has counted for a tenant since the source began."""
 
     block_ms: int = 0
     prompt_tokens: int = 0

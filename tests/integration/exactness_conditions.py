@@ -2,20 +2,16 @@
 one asserts that it occurred."""
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
-
-import pytest
 
 from quire.messages import Request
 from quire.types import Beam, Sampling
 from services.gateway.api import RetainDirective
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
-from tests.late_device import LateForward
 
 from .exactness_deployment import DeployedWorker, ExactnessDeployment
-from .exactness_setting import Setting
 from .models_oracle import random_prompt
 
 NUM_TOKENS = 24
@@ -23,13 +19,10 @@ STRATEGIES = strategies(NUM_TOKENS)
 STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays the best
     STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
 )
-ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beams")
-"""The strategies that are compared with a LoRA adapter, and with KV in int8, too."""
 SPECULATING = [name for name in STRATEGIES if "beams" not in name]
 """The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4
-NUM_SWAP_BLOCKS = 400
 BATCH = 64
 
 Disturbance = Callable[[ExactnessDeployment, DeployedWorker], Awaitable[None]]
@@ -317,106 +310,3 @@ async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
     num_blocks = math.ceil((len(PROMPT) + 1) / deployment.setting.block_size)
     assert {row.num_blocks for row in deployment.prefills[0].forward.seen} == {num_blocks}
     return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    run: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
-    setting: Setting = field(default=Setting())
-
-
-CONDITIONS = {
-    "alone": Condition(undisturbed),
-    "batch of 64": Condition(in_a_batch, Setting(num_decoders=1)),
-    "preempted": Condition(preemption),
-    "preempted, nothing cached": Condition(preemption_without_cache),
-    "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS)),
-    "drained": Condition(drain),
-    "decode worker dies": Condition(crash),
-    "decode worker dies, nothing cached": Condition(crash_without_cache),
-    "prefill worker dies": Condition(crash_in_its_prompt, Setting(chunk=5, num_prefills=2)),
-    "all of it": Condition(
-        all_disturbances,
-        Setting(
-            block_size=5, num_swap_blocks=NUM_SWAP_BLOCKS, chunk=7, num_threads=2, num_decoders=3
-        ),
-    ),
-    "prefix of another": Condition(prefix_of_another),
-    "prefix of its own": Condition(prefix_of_its_own),
-    "explained": Condition(explained),
-    "retained": Condition(retained),
-    "retained, its worker dies": Condition(retained_by_a_dead_worker, Setting(num_prefills=2)),
-    "blocks from files": Condition(blocks_from_files, Setting(keeps_files=True)),
-    "a worker changes its role": Condition(role_change),
-    "upgraded": Condition(upgrade, Setting(num_decoders=1)),
-    "upgraded, other weights": Condition(upgrade_to_other_weights, Setting(num_decoders=1)),
-    "chunks of 1": Condition(chunks, Setting(chunk=1)),
-    "chunks of 5": Condition(chunks, Setting(chunk=5)),
-    "chunks of 16": Condition(chunks, Setting(chunk=16)),
-    "2 threads": Condition(threads, Setting(num_threads=2)),
-    "blocks of 1": Condition(blocks, Setting(block_size=1)),
-    "blocks of 5": Condition(blocks, Setting(block_size=5)),
-    "blocks of 64": Condition(blocks, Setting(block_size=64)),
-    "late device": Condition(lateness, Setting(device=LateForward)),
-    "late device, batch of 64": Condition(in_a_batch, Setting(num_decoders=1, device=LateForward)),
-    "late device, drained": Condition(drain, Setting(device=LateForward)),
-    "late device, decode worker dies": Condition(crash, Setting(device=LateForward)),
-    "late device, all of it": Condition(
-        all_disturbances,
-        Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward),
-    ),
-}
-for name in (
-    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("all of it", "late device, all of it"),
-):
-    condition = CONDITIONS[name]
-    CONDITIONS[f"speculation, {name}"] = replace(
-        condition, setting=replace(condition.setting, speculates=True)
-    )
-for name in [name for name in CONDITIONS if name.startswith("speculation, ")]:
-    condition = CONDITIONS[name]
-    CONDITIONS[name.replace("speculation", "draft model")] = replace(
-        condition, setting=replace(condition.setting, has_draft_model=True)
-    )
-for name in (
-    *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
-    *("decode worker dies", "decode worker dies, nothing cached", "prefill worker dies"),
-    *("all of it", "prefix of its own", "chunks of 5", "late device, all of it"),
-    *("speculation, all of it", "draft model, all of it"),
-):
-    condition = CONDITIONS[name]
-    CONDITIONS[f"adapter, {name}"] = replace(
-        condition, setting=replace(condition.setting, adapts=True)
-    )
-for name in ("alone", "all of it"):
-    condition = CONDITIONS[name]
-    CONDITIONS[f"int8 KV, {name}"] = replace(
-        condition, setting=replace(condition.setting, kv_in_int8=True)
-    )
-WHOLE = (
-    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("prefill worker dies", "all of it", "late device, all of it", "speculation, all of it"),
-)
-"""The conditions that `make test` runs with every strategy; `make test-full` runs the whole
-matrix."""
-SAMPLE = ("greedy", "logprobs of the prompt", "4 samples, adjusted", "structured", "4 beams")
-"""The strategies that `make test` runs under the other conditions."""
-SMALL_SAMPLE = ("4 samples, adjusted", "4 beams")
-"""The strategies that `make test` runs with a LoRA adapter, KV in int8 or a draft model."""
-
-
-def sample(name: str) -> Sequence[str]:
-    setting = CONDITIONS[name].setting
-    if setting.adapts or setting.kv_in_int8 or setting.has_draft_model:
-        return SMALL_SAMPLE
-    return tuple(STRATEGIES) if name in WHOLE else SAMPLE
-
-
-CELLS = [
-    pytest.param(strategy, name, marks=() if strategy in sample(name) else pytest.mark.full)
-    for name, condition in CONDITIONS.items()
-    for strategy in (
-        ADAPTED if condition.setting.adapts or condition.setting.kv_in_int8 else STRATEGIES
-    )
-]

@@ -121,7 +121,7 @@ class ExactnessDeployment:
 
     known: Mapping[int, Sequence[int]] = {}
     retain: tuple[RetainDirective, ...] = ()
-    """What all requests ask the cache to retain; only HTTP has fields for it."""
+    """The prefixes that all requests ask to retain; only HTTP has fields for that."""
 
     def __init__(
         self, directory: Path, models: Models, setting: Setting, prompt: tuple[int, ...]

@@ -17,16 +17,9 @@ from tests.adapters import make_adapter
 from tests.exactness import Answer
 from tests.late_device import LateForward
 
-from .exactness_conditions import (
-    ADAPTED,
-    CELLS,
-    CONDITIONS,
-    PROMPT,
-    SPECULATING,
-    STRATEGIES,
-    Condition,
-)
+from .exactness_conditions import PROMPT, SPECULATING, STRATEGIES
 from .exactness_deployment import ExactnessDeployment
+from .exactness_matrix import ADAPTED, CELLS, CONDITIONS, Condition
 from .exactness_model import Logits, Models
 from .exactness_setting import Setting
 

@@ -1,4 +1,4 @@
-"""What tenants used since a time: the difference between snapshots of each source."""
+"""The usage of tenants since a time: the difference between snapshots of each source."""
 
 import json
 from typing import Any

@@ -40,7 +40,11 @@ def usage(
     }
     if len(found["data"]) < 2:  # others are hidden, or there are none
         del columns["OF ALL"]
-    print(f"since {datetime.fromtimestamp(found['since']):%Y-%m-%d %H:%M}")
+    since = f"since {datetime.fromtimestamp(found['since']):%Y-%m-%d %H:%M}"
+    if not found["data"]:
+        print(f"no usage {since}; services write theirs every few seconds")
+        return
+    print(since)
     print_table(columns, found["data"])
 
 

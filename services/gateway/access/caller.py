@@ -12,7 +12,7 @@ from quire.types import Sampling
 from services.runtime.errors import PermissionDenied, Unauthenticated
 
 ONE = Sampling()
-"""What a call asks for that is no generation: one sequence."""
+"""The cost of a call that generates no text: that of one sequence."""
 
 
 class NoAccount:

@@ -1,4 +1,4 @@
-"""What was retained is retained again, for the time that is left, in a ledger that was rebuilt."""
+"""Retained prefixes are retained again, for the time that is left, in a ledger that was rebuilt."""
 
 import pytest
 

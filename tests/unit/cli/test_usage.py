@@ -33,6 +33,12 @@ def test_it_shows_the_share_of_each_tenant(
     assert json.loads(capsys.readouterr().out)["data"] == [USED, OTHERS]
 
 
+def test_no_usage_is_said(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answer = {"object": "usage", "since": 0, "until": 60, "data": []}
+    assert main(["usage"]) == 0
+    assert capsys.readouterr().out.startswith("no usage since 19")
+
+
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["usage", "--since", "yesterday"]) == 2
     assert "neither a duration" in capsys.readouterr().err
