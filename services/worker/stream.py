@@ -74,16 +74,19 @@ class StreamSession:
                     then()
 
 
+async def _keep_weights() -> bool:
+    raise InvalidRequest("this worker cannot read its weights again")
+
+
 class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
     If a command raises InvalidRequest, the request that it names fails. `read_weights` reads the
-    weights again, and returns whether they are others than those that are served; None if the
-    worker cannot.
+    weights again, and returns whether they are others than those that are served.
     """
 
     def __init__(
-        self, worker: PoolWorker[Any], read_weights: Callable[[], Awaitable[bool]] | None = None
+        self, worker: PoolWorker[Any], read_weights: Callable[[], Awaitable[bool]] = _keep_weights
     ) -> None:
         self._worker = worker
         self._read_weights = read_weights
@@ -159,7 +162,7 @@ class WorkerStream:
         try:
             async for request in requests:
                 for command in unpack_batch(request):
-                    if self._read_weights and command.WhichOneof("command") == "reload":
+                    if command.WhichOneof("command") == "reload":
                         found = await self._read_weights()
                         session.send(DrainNotice(has_new_weights=found))
                     else:

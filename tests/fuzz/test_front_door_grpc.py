@@ -223,6 +223,7 @@ METHODS = [f"/{each.full_name}/{method.name}" for each in SERVICES for method in
 OPERATIONS = st.one_of(
     st.builds(lambda p: block_manager_pb2.AuditRequest(pool_id=p), NAMES | st.just("{pool}")),
     st.builds(lambda w: block_manager_pb2.DrainWorkerRequest(worker_id=w), NAMES),
+    st.builds(lambda m: block_manager_pb2.ReloadRequest(model=m), NAMES),
     st.builds(
         lambda p, d: supervisor_pb2.ScaleRequest(num_prefill=p, num_decode=d),
         st.sampled_from([None, 0, 1, 65, 2**32 - 1]),

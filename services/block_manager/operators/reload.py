@@ -22,9 +22,9 @@ _POLL_S = 0.05
 
 
 class Reloader:
-    """Reloads one model at a time. `tell` sends a command to a worker, as `drain.tell` does. A
-    worker has `timeout_s` to answer that it switches. It may read and start as long as the caller
-    waits."""
+    """Reloads one model at a time; another call waits. `tell` sends a command to a worker, as
+    `drain.tell` does. A worker has `timeout_s` to answer that it switches. It may read and start as
+    long as the caller waits."""
 
     def __init__(self, tell: Callable[..., Awaitable[Draining]], timeout_s: float) -> None:
         self._tell = tell
@@ -35,12 +35,10 @@ class Reloader:
         """Serve the weights that are at the path of `model` now; it may be empty if there is only
         one. Returns the ids of the workers that serve them; none if they did so before.
 
-        Raises InvalidRequest if the workers cannot serve the weights, and Unavailable if another
-        reload goes on or a worker starts, drains or does not answer. What the workers serve has
-        changed only if the error says so.
+        Raises InvalidRequest if the workers cannot serve the weights, and Unavailable if a worker
+        starts, drains or does not answer. What the workers serve has changed only if the error
+        says so.
         """
-        if self._lock.locked():
-            raise Unavailable("another reload is going on; try again when it has ended")
         async with self._lock:
             old = await self._serving(registry, model)
             answers = await asyncio.gather(*(self._tell(each, reload=Reload()) for each in old))
