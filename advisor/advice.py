@@ -32,7 +32,7 @@ _CALL_US, _BLOCK_US = 150.0, 3.5
 
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
-    """The costs of a workload with one block size, beside those of attention."""
+    """The costs of a workload with one block size, beside the costs of attention."""
 
     block_size: int
     utilization: float
@@ -145,7 +145,7 @@ def advise(
     token_us: float,
 ) -> Advice:
     """Recommend the smallest of the block sizes whose product is within TOLERANCE of the largest:
-    the advantages of small blocks are counted exactly, those of large blocks are timed.
+    the advantages of small blocks are counted exactly, and the advantages of large blocks timed.
 
     `attention_us` is the time of attention in one layer, by block size, `attention_share` the share
     of attention in a decode step, and `token_us` the step's time for each of its tokens."""

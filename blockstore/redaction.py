@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 def without_password(url: str) -> str:
     """The URL with `***` instead of its password, and of each password in its query: redis-py
-    accepts its own password and that of a TLS key there.
+    accepts its own password and the password of a TLS key there.
 
     A URL that is not valid, such as one with a `/` in its password, shows no password either.
     """

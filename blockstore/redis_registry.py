@@ -43,8 +43,8 @@ def encode(member: Member, key: bytes) -> str:
 
 
 def decode(member_id: str, entry: bytes, key: bytes) -> Member | None:
-    """Return a member as it announced itself, or None if the entry's signature is not that of `key`
-    for this member id. Unknown fields, which a newer version may have written, are left out."""
+    """Return a member as it announced itself, or None if `key` did not sign the entry for this
+    member id. Unknown fields, which a newer version may have written, are left out."""
     signature, _, text = entry.partition(b" ")
     if not hmac.compare_digest(signature, _signature(key, member_id, text).encode()):
         return None

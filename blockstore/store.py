@@ -1,5 +1,5 @@
-"""The block store's interface: it records which holder has which blocks, and which block has the KV
-of which prefix.
+"""The block store's interface: it records which blocks each holder has, and which prefix's KV each
+block has.
 
 Every operation is atomic and safe to send again with the same arguments: the second call changes
 nothing and returns the same answer. There are two implementations: `RedisStore` (functions in the
@@ -115,7 +115,7 @@ class Recovery(Protocol):
 
 
 class BlockStore(Protocol):
-    """The operations on pools and their blocks. Errors are those of `blockstore.errors`. An
+    """The operations on pools and their blocks. `blockstore.errors` has their errors. An
     operation on a pool that does not exist raises UnknownPool (except `drop_pool`). An operation
     that names a worker which is not on the pool raises UnknownWorker (except `leave` and `reap`).
     A mutation by or for a fenced worker raises WorkerFenced (except `release`, `give_back`,
@@ -176,7 +176,7 @@ class BlockStore(Protocol):
         """Make a holder: share the longest indexed run of `hashes` and add new blocks, up to
         `num_blocks` in all. The holder gets all of them or none.
 
-        `hashes` are those of the prompt's full blocks, distinct. `branches` are the hashes with
+        `hashes` are the distinct hashes of the prompt's full blocks. `branches` are the hashes with
         which each of several sequences continues behind `hashes`, at most `MAX_BRANCHES`; if all of
         `hashes` is indexed, the longest indexed run of each branch is shared, too. A hash in
         several branches is one block; hashes and branches name at most num_blocks different hashes.

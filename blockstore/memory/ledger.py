@@ -43,8 +43,7 @@ from blockstore.store import QUARANTINE
 
 
 class Ledger(LedgerState):
-    """The ledger of one pool. The methods and their errors are those of `BlockStore`, without the
-    pool_id."""
+    """The ledger of one pool, with the methods and errors of `BlockStore`, without the pool_id."""
 
     # Workers
 

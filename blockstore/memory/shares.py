@@ -52,7 +52,7 @@ class Shares:
 
     @classmethod
     def of(cls, clock: Callable[[], float], accounts: Mapping[str, Account]) -> Self:
-        """Make shares of the accounts by tenant; that of the pool has the name ""."""
+        """Make shares of the accounts by tenant; the pool's own account has the name ""."""
         shares = cls(clock)
         copies = {name: replace(account) for name, account in accounts.items()}
         shares.pool = copies.pop("")

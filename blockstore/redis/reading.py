@@ -120,5 +120,5 @@ class RedisReads(RedisCalls):
         return rows
 
     async def _retains(self, pool_id: str) -> bool:
-        """Whether the pool's functions know retention: those of the version before do not."""
+        """Whether the pool's functions know retention; the library before this one does not."""
         return await self._library(pool_id) == FUNCTION_LIBRARY

@@ -1,6 +1,6 @@
 """The arguments of attention: the shape of a model's attention, which decides at start who can
-compute it; the lengths of a step's rows, from which a step is planned on the host; and those of one
-layer's call."""
+compute it; the lengths of a step's rows, from which a step is planned on the host; and the
+arguments of one layer's call."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -23,9 +23,8 @@ class RequestOptions(AdapterOptions):
 
     generation_config: Annotated[str, Flag("auto|vllm|DIR", panel="Network")] = Field(
         default="auto",
-        description="[default sampling parameters](../sampling.md): those of the model's "
-        "generation_config.json (auto), none (vllm), or those of a directory's "
-        "generation_config.json",
+        description="[default sampling parameters](../sampling.md): from the model's "
+        "generation_config.json (auto), from another directory's (DIR), or none (vllm)",
     )
     override_generation_config: Annotated[str | None, Flag("JSON", panel="Network")] = Field(
         default=None,
@@ -33,13 +32,13 @@ class RequestOptions(AdapterOptions):
     )
     tool_call_parser: Annotated[ToolCallParser, _NETWORK] = Field(
         default="auto",
-        description="format of [tool calls](../tool-calls.md); auto: that of the chat template; "
+        description="format of [tool calls](../tool-calls.md); auto: the chat template's; "
         "none: the models have none",
     )
     reasoning_parser: Annotated[ReasoningParser, _NETWORK] = Field(
         default="auto",
-        description="tags of [reasoning](../tool-calls.md#reasoning); auto: those of the chat "
-        "template; none: the models have none",
+        description="tags of [reasoning](../tool-calls.md#reasoning); auto: the chat "
+        "template's; none: the models have none",
     )
     lora: Annotated[tuple[tuple[str, str], ...], Flag("NAME=DIR,..")] = Field(
         default=(),

@@ -57,7 +57,7 @@ def _has_weights(snapshot: Path) -> bool:
 @contextmanager
 def _reasons(model_id: str, hub: str) -> Iterator[None]:
     """Says why a download failed, in one line."""
-    # HTTPError is that of the HTTP client, for a connection that breaks.
+    # HTTPError is the HTTP client's error for a connection that breaks.
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HTTPError,

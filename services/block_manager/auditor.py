@@ -42,7 +42,7 @@ class Auditor:
         self._usage = UsageWriter()
 
     async def observe(self, found: Survey, connection: Connection) -> None:
-        """Export the counters of all pools, and remove those of pools that are gone."""
+        """Export the counters of all pools, and remove the counters of pools that are gone."""
         seen = {}
         for stats in found.pools.values():
             self._metrics.observe(stats)

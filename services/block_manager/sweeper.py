@@ -4,7 +4,7 @@ unfinished.
 - A half-made or half-removed pool directory is deleted.
 - A pool directory without workers is removed after a grace time, under the host's lock, since a
   worker may be joining. On a GPU the pool may have lost all workers by one fault, and the keeper
-  has its memory: the grace time is that of their restart.
+  has its memory: the grace time is as long as their restart takes.
 - A pool of the store without a directory is dropped after a grace time if no member of the registry
   names it. Pools of other hosts or runs have no directory here, but they have members.
 - A worker of the store without a lock file is dead, and is reaped once it can write no more. A

@@ -128,9 +128,9 @@ class _Asked:
     resume_token: str = field(default_factory=new_resume_token, compare=False)
     """The secret that a client needs to continue the request."""
     add_special_tokens: bool = True
-    """To text; a chat has those of its template."""
+    """Whether a text gets the tokenizer's special tokens; a chat has its template's."""
     truncation: Truncation | None = None
-    """None: a prompt that is too long is refused."""
+    """How a prompt that is too long is cut; None if it is refused."""
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
@@ -144,8 +144,8 @@ class GenerationRequest(_Asked):
 
     sampling: RequestedSampling = field(default=RequestedSampling())
     received: tuple[Received, ...] | None = None
-    """The sequences of which the client received something in a call that broke. None: a new
-    request."""
+    """The sequences that the client received in part in a call that broke; None if the request is
+    new."""
     echo: bool = False
     """Report the prompt too."""
     add_generation_prompt: bool = True
@@ -224,7 +224,7 @@ class Generator(Protocol):
         """Retains the prefix that the request names, without computing it. Raises as `generate`."""
 
     async def retained(self, caller: Caller) -> tuple[RetainedPrefix, ...]:
-        """The prefixes that the caller retains; an operator sees those of all tenants."""
+        """The prefixes that the caller retains; an operator sees the prefixes of all tenants."""
 
     async def drop_retained(self, name: str, caller: Caller, tenant: str | None = None) -> bool:
         """No longer retains a prefix; an operator may name its tenant. Returns whether it was

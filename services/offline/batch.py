@@ -1,8 +1,8 @@
 """Answers a file of requests in OpenAI's batch format (`quire batch`): one JSON object in, one out,
 for each request.
 
-The answers are those of the HTTP API. A run that was cut off continues where it stopped: requests
-whose answers are in the output file are not computed again.
+The answers are the same as the HTTP API's. A run that was cut off continues where it stopped: a
+request with an answer in the output file is not computed again.
 """
 
 import json

@@ -4,7 +4,7 @@
     <root>/<pool_id>/header.json     geometry and identity; replaced when a recovery begins
     <root>/keeper.sock               where the block manager keeps the memory of pools on GPUs
     <root>/<pool_id>/kv              the arena: num_blocks x block_bytes; not of a pool on a GPU
-    <root>/<pool_id>/kv.1 ...        those of further ranks: the same blocks, other KV heads
+    <root>/<pool_id>/kv.1 ...        the arenas of further ranks: the same blocks, other KV heads
     <root>/<pool_id>/stamps          a stamp for each block
     <root>/<pool_id>/recovery.lock   held by the process that recovers the pool's ledger
     <root>/<pool_id>/gone            exists once the GPU with the arena is lost

@@ -37,7 +37,7 @@ class PoolDirectory:
         return self.path / "kv"
 
     def arena(self, rank: int) -> Path:
-        """The arena of one rank of every worker; that of rank 0 is `kv`."""
+        """The arena of one rank of every worker; `kv` is the arena of rank 0."""
         return self.path / f"kv.{rank}" if rank else self.kv
 
     @property

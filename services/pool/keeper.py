@@ -51,8 +51,8 @@ class KeeperRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The message of a worker, with the GPU of each rank. Without a GPU it is a mover, of which the
-    process alone is recorded. With all fields empty it asks the keeper to give up the memory of
+    """The message of a worker, with the GPU of each rank. Without a GPU the sender is a mover, and
+    only its process is recorded. With all fields empty it asks the keeper to give up the memory of
     pools that were removed; with the pool alone, for the memory, to read it."""
 
     pool_id: str = ""

@@ -77,7 +77,7 @@ class BlockSpan:
         return None if number is None else hashes[number]
 
     def stamp(self, stamps: Stamps, blocks: Mapping[Key, int]) -> None:
-        """Stamp those of `blocks` that are full blocks of this span."""
+        """Stamp the full blocks of this span that are among `blocks`."""
         parent = self.parent
         for number, key in enumerate(self.hashes):
             if key in blocks:
@@ -112,8 +112,8 @@ class BlockKeys:
 
     @property
     def chains(self) -> tuple[tuple[PrefixHash, ...], tuple[tuple[PrefixHash, ...], ...]]:
-        """The prefix hashes of the trunk, and those of each branch, or () if no branch has a full
-        block: the prefixes that `BlockStore.allocate` looks up."""
+        """The prefix hashes of the trunk, and of each branch, or () if no branch has a full block:
+        the prefixes that `BlockStore.allocate` looks up."""
         behind = tuple(branch.hashes for branch in self.branches)
         return self.trunk.hashes, behind if any(behind) else ()
 
@@ -173,7 +173,7 @@ class BlockKeys:
         return ComputedBlocks(tuple(block_ids), num_tokens, num_tokens // size)
 
     def full_among(self, blocks: Mapping[Key, int]) -> tuple[tuple[int, PrefixHash], ...]:
-        """(block id, prefix hash) of those of `blocks` that are full."""
+        """(block id, prefix hash) of each full block among `blocks`."""
         hashes = set(chain.from_iterable(span.hashes for span in self.spans))
         return tuple((block_id, key) for key, block_id in blocks.items() if key in hashes)
 

@@ -66,7 +66,7 @@ def first_holder_id(holder_id: str) -> str:
 
 
 class FinishReason(Enum):
-    """The reason why a sequence finished; the values are those of the OpenAI API."""
+    """The reason why a sequence finished, by its value in the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -98,8 +98,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished result of a beam search: its generated tokens, of which the last ended it, and its
-    score."""
+    """A finished result of a beam search: its generated tokens, up to the one that ended it, and
+    its score."""
 
     token_ids: tuple[int, ...]
     score: float

@@ -1,4 +1,4 @@
-"""Structured logs on stderr, for Quire's loggers and those of libraries: constant snake_case events
+"""Structured logs on stderr, for the loggers of Quire and of libraries: constant snake_case events
 with keys, as JSON or as lines for people.
 
 Every line of a task has the keys that the task has bound with `structlog.contextvars`, such as

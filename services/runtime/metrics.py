@@ -222,7 +222,7 @@ class WorkerMetrics:
 
 
 class PoolMetrics:
-    """The block manager's metrics: those of pools, with the labels `pool_id` and `model_name`, and
+    """The block manager's metrics: of each pool, with the labels `pool_id` and `model_name`, and
     without labels the counts of reaped, fenced and refused members."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -16,7 +16,7 @@ def computed_kind(
 
     Stored quantized weights keep their kind, unless `quantize` is none or `dtype` is float32, in
     which no quantized kernel computes: then they are dequantized. Weights in fp8 are also
-    dequantized if `kernels` are those of the CPU, or if `quantize` names another kind.
+    dequantized if `kernels` are the CPU's, or if `quantize` names another kind.
     """
     kind = stored.kind if stored else None
     if kind and kind.startswith("fp8") and (kernels == "cpu" or kind_to_make(quantize)):

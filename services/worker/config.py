@@ -44,7 +44,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     )
     first_role: Literal["prefill", "decode"] | None = Field(
         default=None,
-        description="the role with which the worker begins, if its own is not that of its service",
+        description="the role with which the worker begins, if it is not its service's role",
     )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
     step_limit_s: float = Field(

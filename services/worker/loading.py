@@ -142,7 +142,7 @@ class _Load:
         )
 
     def _model(self) -> Model:
-        """The model: that of this process, or divided among ranks, which are started."""
+        """The model in this process, or divided among ranks, which are started."""
         settings, dtype, backend = self.settings, self.dtype, self.backend
         if settings.tensor_parallel_size > 1:
             self.ranks = Ranks(
@@ -174,7 +174,7 @@ class _Load:
         )
 
     def _shared_weights(self) -> SharedWeights | None:
-        """None: the weights are in a file of the host. With several ranks: those of rank 0."""
+        """The weights of rank 0; None if the weights are in a file of the host."""
         settings, driver = self.settings, self.device.driver
         if driver is None or (self.backend.native and settings.tensor_parallel_size == 1):
             return None

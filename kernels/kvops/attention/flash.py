@@ -1,4 +1,4 @@
-"""Attention by PyTorch's own FlashAttention; all other operations are those of the Triton backend.
+"""Attention by PyTorch's own FlashAttention; the Triton backend has all other operations.
 
 The kernels read the arena directly: one layer's keys, `kv_layer[:, 0]`, are a paged cache
 `[num_blocks, page, K, D]` with a block's stride. They need block sizes that are multiples of 256,

@@ -1,4 +1,4 @@
-"""A decoder composed of the operations of `kvops`: that of Llama, with what the rows of
+"""A decoder composed of the operations of `kvops`: Llama's decoder, with what the rows of
 `services.model.config.families` add to it."""
 
 from collections.abc import Sequence

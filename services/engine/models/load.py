@@ -136,7 +136,7 @@ def _composed(
     place: Placement,
     kinds: Mapping[str, Kind],
 ) -> ComposedModel:
-    """`kinds` are those of the sections; a section without one is in floating point."""
+    """`kinds` has the kind of each quantized section; all others are in floating point."""
     embedding = place(lambda: [weights.tensors[EMBEDDING]])
     parts = _Parts(directory, config, weights, backend.name, place, embedding.device, kinds)
     *_, head = all_sections(config)

@@ -82,7 +82,7 @@ class Collectives:
         return torch.cat(whole, dim=1)
 
     def broadcast(self, octets: Tensor) -> None:
-        """Overwrite the bytes of all ranks, uint8, with those of rank 0."""
+        """Overwrite the bytes of all ranks, uint8, with the bytes of rank 0."""
         options = dist.BroadcastOptions()
         options.asyncOp = False
         self._group.broadcast([octets], options).wait()

@@ -7,7 +7,7 @@ and when the search is over.
                                                 1+4  -2.4 (eos)        dropped: not in the first 2
                                                 0+3  -3.2              dropped: 2 live already
 
-The results equal those of transformers' `generate(num_beams=...)`, version 5. Scores are added and
+Results are equal to transformers' `generate(num_beams=...)`, version 5. Scores are added and
 divided in fp32 as there. A candidate that ends its sequence becomes a hypothesis only if it ranks
 among the first `width`; the `width` best of the others live on. Of equal scores the better beam
 goes first, then the lower token id; transformers leaves that order open.

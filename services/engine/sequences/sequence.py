@@ -216,9 +216,9 @@ class Sequence:
         return max(self.num_launched, self.num_adopted) // self.rules.block_size
 
     def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
-        """Whether the stamps of its blocks are right: those of finished blocks name exactly its
-        tokens, and the others name `owner` as the holder that writes them. Leading finished blocks
-        shared with `beside` are not checked again."""
+        """Whether the stamps of its blocks are right: stamps of finished blocks name exactly its
+        tokens, and the other stamps name `owner` as the holder that writes them. Leading finished
+        blocks shared with `beside` are not checked again."""
         first = 0
         if beside is not None:
             first = len(common_prefix([self.full_blocks, beside.full_blocks]))

@@ -46,7 +46,7 @@ class JoinedAdapter:
     """The first rank of each source's part."""
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """A and one B, which has zeros where the ranks are those of another source."""
+        """A and one B, which has zeros where the ranks belong to another source."""
         rank = -(-len(self.down) // _WHOLE_RANKS) * _WHOLE_RANKS
         pairs = zip(self.ups, self.firsts, strict=True)
         up = torch.cat([pad(up, (at, rank - at - up.shape[1])) for up, at in pairs])

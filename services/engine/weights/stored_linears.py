@@ -77,7 +77,7 @@ def _pack_quantized(stored: StoredQuantization, part: Parts, n: int, k: int) -> 
 
 
 def _fp8(stored: StoredQuantization, part: Parts) -> Float8Weight:
-    """The scales are those of blocks, of outputs, or one for all."""
+    """There is a scale for each block, a scale for each output, or one scale."""
     codes = _of(part, "weight").view(torch.uint8)
     scale = part("weight_scale_inv")
     scale = (_of(part, "weight_scale") if scale is None else scale).float()

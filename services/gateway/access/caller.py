@@ -12,7 +12,7 @@ from quire.types import Sampling
 from services.runtime.errors import PermissionDenied, Unauthenticated
 
 ONE = Sampling()
-"""The cost of a call that generates no text: that of one sequence."""
+"""The cost of a call that generates no text: as much as one sequence."""
 
 
 class NoAccount:

@@ -1,4 +1,4 @@
-"""Authenticates gRPC calls, for the public listener and for that of operations."""
+"""Authenticates gRPC calls, for the public listener and for the listener of operations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ class KeyGuard:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
-            # Without keys the public port has no operations; those of OPERATIONS_PORT are for
+            # Without keys the public port has no operations; OPERATIONS_PORT has them for
             # everybody who reaches it.
             return replace(EVERYONE, host=_client(context)[0], is_operator=bool(self._operations))
         try:

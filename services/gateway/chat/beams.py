@@ -51,6 +51,6 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
 
 def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:
     """`asked` with greedy sampling, the choice of a beam search of width 1. The values replace
-    those of the model's generation_config."""
+    the values of the model's generation_config."""
     neutral: dict[str, Any] = {name: number.neutral for name, number in NUMBERS.items()}
     return replace(asked, **neutral | {"temperature": 0.0})

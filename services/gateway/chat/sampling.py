@@ -25,8 +25,8 @@ _NUM_SEEDS = 1 << 64
 
 
 async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingParams:
-    """The checked parameters: the client's value, else that of the model's generation_config, else
-    the neutral value.
+    """The checked parameters: the client's value, else the value of the model's generation_config,
+    else the neutral value.
 
     `max_tokens` is provisional, because it depends on the prompt (`resolve_max_tokens`). Floats are
     rounded to the 32 bits of the wire before the checks, so that workers sample with the checked

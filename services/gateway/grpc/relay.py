@@ -72,7 +72,7 @@ class Target:
 
 
 class Relay:
-    """Relays one service. `find` returns the processes of which any one serves it now."""
+    """Relays one service. `find` returns the processes that serve it now; any one will do."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class CrashAttribution:
 
     def __init__(self) -> None:
         self._crashed: set[Role] = set()
-        """The roles of which a worker that had begun the request died, with no token since."""
+        """The roles in which a worker died that had begun the request, with no token since."""
         self._num_losses: Counter[Role] = Counter()
         self._worker: Worker | None = None
         self.has_begun = False

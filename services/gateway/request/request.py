@@ -136,7 +136,7 @@ class Request:
 
     @property
     def width(self) -> int:
-        """The number of sequences that run at the same time: those of the answer, or the beams."""
+        """The number of sequences that run at the same time: the answer's, or the beams."""
         return self.sampling.beam.width if self.sampling.beam else self.num_sequences_asked
 
     def capacity_problem(self, spec: PoolSpec) -> str:

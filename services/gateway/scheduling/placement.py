@@ -189,7 +189,7 @@ class Placement:
 
 
 def _note_slots(request: Request, pools: list[Pool]) -> None:
-    """Note once that the request waits for slots, and of which workers."""
+    """Note once that the request waits for slots, and the workers that have none."""
     if not request.timeline.ends_with(SlotsAwaited):
         workers = [worker for pool in pools for worker in pool.decode]
         request.timeline.note(SlotsAwaited(request.num_sequences, slots_of(workers)))

@@ -68,8 +68,8 @@ _IGNORED = (
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
     *("runtime_config", "ensure_weight_tying"),
 )
-"""Other fields that may be true, a list or an object: those of training, those that the tensors'
-names tell, and those that are read below."""
+"""Other fields that may be true, a list or an object: fields of training, fields that the tensors'
+names tell, and fields that are read below."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Values of `init_lora_weights` with which training changes the base model's weights too."""
 
@@ -159,7 +159,7 @@ def _of_linear(
     directory: Path, fields: Mapping[str, Any], name: str, pattern: str, default: str
 ) -> Any:
     """The value of the first key in the field `pattern` that is an end of the linear's name, as a
-    regular expression; else that of the field `default`."""
+    regular expression; else the value of the field `default`."""
     values = fields.get(pattern) or {}
     try:
         if len(values) > _MAX_PATTERNS:

@@ -18,8 +18,8 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 """As transformers names them."""
 
 Biases = Literal["none", "as configured", "qkv", "qkv as configured"]
-"""Which linears of attention have a bias: none; all four if `attention_bias` is true; those of
-queries, keys and values, always, or if it is true."""
+"""Which linears of attention have a bias: none; all four if `attention_bias` is true; the linears
+of queries, keys and values, always, or if it is true."""
 
 QKNorm = Literal["none", "per head", "all heads"]
 """Norms of queries and of keys: none; of each head; of all heads of a token together."""

@@ -112,7 +112,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
-        """Read the header, or the headers of all files of the model, of which `path` is the first.
+        """Read the header of `path`, and of all other files if it is the first file of a model.
         Raises StartupError if a file is missing, is not GGUF, is truncated, or has a tensor of a
         type that is not supported."""
         try:

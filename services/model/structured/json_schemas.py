@@ -23,9 +23,9 @@ _FORMATS = {
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST = (1 << 63) - 1024
 _LEAST = 1e-30
-"""llguidance takes no larger bound, and none nearer to 0. Another one is that of a type, such as
-int64 or float64, and becomes the next one inside: then every text that the form allows is still
-within the schema's bounds."""
+"""llguidance takes no larger bound, and none nearer to 0. Such bounds are the limits of a type
+like int64 or float64. Each becomes the next bound inside: then every text that the form allows is
+still within the schema's bounds."""
 
 _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _MANY = ("anyOf", "allOf", "oneOf", "prefixItems", "items")

@@ -7,7 +7,7 @@ MAX_STRUCTURE_BYTES = 1 << 18
 
 
 class StructureKind(Enum):
-    """The kind of a `Structure`'s text; the names are those of vLLM's `structured_outputs`."""
+    """The kind of a `Structure`'s text; vLLM's `structured_outputs` has the same names."""
 
     JSON = "json"  # a JSON schema; empty: any JSON object
     REGEX = "regex"  # matches all of the generated text

@@ -12,7 +12,7 @@ from services.runtime.errors import InvalidRequest
 
 class _Tokens:
     """The bytes of every token, in the form that llguidance asks for. A call would split bytes into
-    tokens, of which nothing is asked: grammars force no tokens."""
+    tokens; nothing asks for that, because grammars force no tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         pieces = tokenizer.pieces.following

@@ -109,8 +109,9 @@ class ChatTemplate:
 
 
 def _sources(directory: Path) -> tuple[str, str | None] | None:
-    """The template's source, and that of the one for tools, if it is another. Their own files take
-    precedence over the entry in tokenizer_config.json, which may be a list of named templates."""
+    """The sources of the template and of the template for tools, if it is another. Their own files
+    take precedence over the entry in tokenizer_config.json, which may be a list of templates by
+    name."""
     if (gguf := gguf_file(directory)) is not None:
         return gguf_chat_template(GgufFile.read(gguf))
     path, tool_path = directory / TEMPLATE_FILE, directory / TOOL_TEMPLATE_FILE

@@ -38,7 +38,7 @@ _TEXT_MAKERS = (
 _ITEM_MAKERS = ("list", "split", "rsplit", "splitlines", "sort", "unique", "reverse")
 """Filters and methods that make items of a text."""
 _LEFT_OUT = ("lipsum", "pprint", "urlize", "wordwrap", "xmlattr", "batch", "slice", "striptags")
-"""Filters and functions for web pages, of which the sizes are hard to tell; no chat needs them."""
+"""Filters and functions for web pages: their sizes are hard to tell, and no chat needs them."""
 _END = object()
 _UNSAFE = ("encode", "to_bytes", "translate")
 

@@ -31,7 +31,7 @@ _LIMITS = (
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # By measurement this timeout decides, not that of keepalive; its default is 60 s.
+    # By measurement this timeout decides, not the one of keepalive; its default is 60 s.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

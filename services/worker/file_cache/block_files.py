@@ -9,9 +9,9 @@
 
 A block gets its name once it is written. Nothing is synced, so a file may be torn after the host
 has crashed. A reader therefore compares all that is before the KV with what it expects (law 6),
-and then the checksum. A file of which it is in doubt is removed.
+and then the checksum, and removes a file that it doubts.
 
-All workers of the host share a directory. A file's time of modification is that of its last use,
+All workers of the host share a directory. A file's modification time is the time of its last use,
 less _AGE_S for each block that is before it in the prompt, because the end of a prompt is of no use
 without its beginning. The files with the earliest times are removed first: a worker that finds more
 than 95 % of the budget leaves 90 %. What all workers write between two such looks is at most 5 %.

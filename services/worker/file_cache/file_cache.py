@@ -95,7 +95,7 @@ class FileCache:
     def keep(
         self, blocks: Iterable[tuple[int, PrefixHash]], to_keep: Mapping[PrefixHash, int]
     ) -> None:
-        """Write those of the committed `blocks` that are in `to_keep`, in the background."""
+        """Write the committed `blocks` that are in `to_keep`, in the background."""
         for block_id, prefix_hash in blocks:
             if prefix_hash in to_keep and self._waiting.qsize() < _MAX_WAITING:
                 block = block_id, prefix_hash, to_keep[prefix_hash]

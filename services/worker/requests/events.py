@@ -26,7 +26,7 @@ EXPIRED = Ending(error=(DeadlineExceeded.code, "the request's deadline has passe
 PREEMPTED = Ending(requeue=RequeueReason.PREEMPTED)
 DRAINED = Ending(requeue=RequeueReason.DRAINING)
 STALE = Ending(requeue=RequeueReason.STALE_TICKET)
-FORGED = Ending(error=(InvalidRequest.code, "the ticket's blocks are not those of its holder"))
+FORGED = Ending(error=(InvalidRequest.code, "the ticket's blocks are not its holder's"))
 HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
 """The only early end that keeps the blocks."""
 

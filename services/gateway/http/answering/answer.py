@@ -126,8 +126,7 @@ class Answer:
         return number * self.body.num_choices + delta.index
 
     def _openings(self, first: RequestUsage | None) -> Iterator[JSON]:
-        """The parts before those of the first delta, whose usage is `first`: one for each
-        choice."""
+        """The parts before the first delta: one for each choice. `first` is that delta's usage."""
         opening = self.format.opening
         if opening is None:
             return

@@ -11,7 +11,8 @@ T = TypeVar("T")
 async def in_order(
     answer: Callable[[R], Awaitable[T]], requests: Iterable[R], at_once: int
 ) -> list[T]:
-    """The answers to all requests, of which `at_once` run at a time. The first error ends all."""
+    """The answers to all requests, in their order. `at_once` run at a time. The first error ends
+    all."""
     places = asyncio.Semaphore(at_once)
 
     async def one(request: R) -> T:

@@ -130,8 +130,8 @@ class SampledBody(Body):
         return (RetainDirective(DAY_S, name),) if lasts else ()
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `RequestedSampling`: those of the same name, where given, and those that
-        need a conversion."""
+        """The fields of `RequestedSampling`: given fields of the same name, and fields that need a
+        conversion."""
         given = {
             name: tuple(value) if isinstance(value, list) else value
             for name in _SAMPLING

@@ -1,6 +1,6 @@
 """Authenticates HTTP requests: the one place that decides which paths need a key.
 
-Every path needs one, also a path that does not exist, except those of OPEN_PATHS.
+Every path needs one, also a path that does not exist, except the paths in OPEN_PATHS.
 """
 
 from dataclasses import replace

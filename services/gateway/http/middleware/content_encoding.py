@@ -26,8 +26,8 @@ class BodyDecoder:
             )
 
     def decode(self, content: bytes, most: int, *, is_last: bool) -> bytes:
-        """The next part, of which more than `most` bytes are never decoded: a part with one more
-        may have others behind it. Raises InvalidRequest."""
+        """The next part. At most `most` bytes of it are decoded, and one more if there is more.
+        Raises InvalidRequest."""
         if self._inflating is None or not (content or self._has_begun):
             return content
         self._has_begun = True

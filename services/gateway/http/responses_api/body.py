@@ -52,7 +52,7 @@ def _only(reason: str, *values: Any) -> tuple[Any, Any]:
 
 
 class FunctionToolBody(FunctionBody):
-    """A function; its fields are those of the tool."""
+    """A function, with its fields in the tool itself."""
 
     type: Literal["function"]
 

@@ -29,7 +29,7 @@ class Model:
     structures: StructureChecker
     format: MessageFormat
     message_pieces: Pieces
-    """The pieces of tokens in messages: those of special tokens that belong to `format` too."""
+    """The pieces of tokens in messages, with the special tokens that belong to `format`."""
     embedding: EmbeddingConfig = field(default=EmbeddingConfig())
 
 
