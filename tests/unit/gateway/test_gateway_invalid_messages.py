@@ -49,7 +49,7 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     walk = Walk()
     await walk.until_decoding()
     refused = Failed(
-        "r1", walk.request.attempt.number, "invalid_request", "not those of its holder"
+        "r1", walk.request.attempt.number, "invalid_request", "not its holder's"
     )
     walk.on_event(walk.decode, refused)
     assert walk.request.status is RequestStatus.QUEUED
