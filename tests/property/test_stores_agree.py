@@ -91,8 +91,8 @@ def test_the_server_agrees_with_the_model(valkey: Valkey, runner: asyncio.Runner
 # The machine is able to fail
 
 MOST_EXAMPLES = 3000
-"""Some seeds take hundreds of examples until they find a wrong order of evictions. The same seed may
-need more of them in another run, since Hypothesis also draws constants of the modules that are
+"""Some seeds take hundreds of examples until they find a wrong order of evictions. The same seed
+may need more of them in another run, since Hypothesis also draws constants of the modules that are
 loaded."""
 
 

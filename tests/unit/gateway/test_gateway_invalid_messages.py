@@ -48,9 +48,7 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     error of the worker that runs it is about the request."""
     walk = Walk()
     await walk.until_decoding()
-    refused = Failed(
-        "r1", walk.request.attempt.number, "invalid_request", "not its holder's"
-    )
+    refused = Failed("r1", walk.request.attempt.number, "invalid_request", "not its holder's")
     walk.on_event(walk.decode, refused)
     assert walk.request.status is RequestStatus.QUEUED
     assert walk.prefill.sent[-1] == Abort("r1", 1)
