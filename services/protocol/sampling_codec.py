@@ -2,7 +2,7 @@
 
 Floats have 32 bits in messages: a value that was in a message once does not change any more. The
 gateway has checked the parameters that it sends; here are checks of what a client sends in the same
-messages, and of what takes memory at a worker.
+messages, and of what takes memory at a worker or would end its step.
 """
 
 from collections.abc import MutableMapping, MutableSequence
@@ -13,7 +13,13 @@ from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, EarlyStopping, SamplingParams
+from services.protocol.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    BeamParams,
+    EarlyStopping,
+    SamplingParams,
+)
 
 _CONVERTED = {"logit_bias", "bad_words", "structure", "beam"}
 _SAME = {f.name for f in fields(SamplingParams)} - _CONVERTED
@@ -70,8 +76,10 @@ def _beam_from_wire(message: sampling_pb2.SamplingParams) -> BeamParams:
     require(
         0 < num_returned <= beam.width <= MAX_BEAM_WIDTH, f"{num_returned} of {beam.width} beams"
     )
+    penalty = beam.length_penalty
+    require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
     early_stopping = early_stopping_from_wire(beam.early_stopping)
-    return BeamParams(beam.width, num_returned, beam.length_penalty, early_stopping)
+    return BeamParams(beam.width, num_returned, penalty, early_stopping)
 
 
 def num_top_from_wire(number: int) -> int:

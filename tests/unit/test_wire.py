@@ -1,5 +1,6 @@
 """The ticket on the wire: the round trip is exact, and invalid messages are refused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -262,6 +263,8 @@ SEARCHING = replace(
         (lambda m: setattr(m.sampling.beam, "width", 17), "1 of 17 beams"),
         (lambda m: setattr(m.sampling, "n", 0), "0 of 2 beams"),
         (lambda m: setattr(m.sampling, "n", 3), "3 of 2 beams"),
+        (lambda m: setattr(m.sampling.beam, "length_penalty", -1e30), "penalty is -1e"),
+        (lambda m: setattr(m.sampling.beam, "length_penalty", math.nan), "penalty is nan"),
         (lambda m: setattr(m.sampling.beam, "early_stopping", 9), "early_stopping 9"),
         (lambda m: m.sampling.ClearField("beam"), "1 finished of 0 beams"),
         (lambda m: m.ClearField("beams"), "beams is missing"),
