@@ -56,7 +56,7 @@ inline constexpr int run_values(WeightKind kind, int group) {
 //
 // Quantized weights lie in runs, and K is padded to whole runs with codes of 0. A run begins with a
 // header, a step of its own, of 64 fp16 numbers. int8: weight = scale[n] * group scale * code; the
-// header has the scales of the run's first group for each column, then those of the second. A
+// header has the scales of the run's first group for each column, then of its second. A
 // column's four bytes in a step are the codes of K values 0, 2, 1, 3.
 //
 // int4: weight = scale[n] * group scale * (code - zero point); the header has 32 scales and 32 zero
@@ -189,7 +189,7 @@ inline int64_t kv_head_bytes(bool is_int8, Dtype dtype, int head_dim) {
 
 // ---- attention ---------------------------------------------------------------------------------
 
-// Shapes and meaning are those of `kvops.ops.Backend.paged_attention`; strides are in elements,
+// Shapes and meaning are as in `kvops.ops.Backend.paged_attention`; strides are in elements,
 // heads and head dimensions contiguous. A step of the online softmax takes a tile of positions,
 // aligned at position 0 for every block size, in order and alike for every query.
 inline constexpr int kMostHeadDim = 256;  // head sizes are also even

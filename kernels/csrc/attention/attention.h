@@ -236,7 +236,7 @@ class AttentionRows {
     corrections_[row] = 1.0f;
   }
 
-  // Adds the steps in [begin, end) of which the row sees a position. A hidden position of a pair is
+  // Adds the steps in [begin, end) where the row sees a position. A hidden position of a pair is
   // masked: it may be NaN, and a probability of 0 times NaN is NaN.
   void add_alone(int row, Span span, int begin, int end) {
     const float one = 1.0f;

@@ -45,7 +45,7 @@ inline constexpr PairIndex kNeighbours{0, 1, 2};
 inline constexpr PairIndex kFirstOfFour{0, 1, 4}, kLastOfFour{2, 3, 4};
 inline constexpr PairIndex kEvenOfHalves{0, 32, 2}, kOddOfHalves{1, 33, 2};
 
-// 64 bytes, none of which is -128, as bf16: the lower bytes and the upper bytes.
+// 64 bytes, all of them above -128, as bf16: the lower bytes and the upper bytes.
 struct Bf16Bytes {
   __m512i lower, upper;
 

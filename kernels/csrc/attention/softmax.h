@@ -71,7 +71,7 @@ inline ScoreScale score_scale(const AttentionCall& call) {
   return {call.cap * kLog2E, call.scale / call.cap};
 }
 
-// The sum of a query's probabilities, that of its sink included. A sink far above all scores makes
+// The sum of a query's probabilities, its sink's included. A sink far above all scores makes
 // the sum infinite, and the result 0.
 inline float total_of(const AttentionCall& call, const SoftmaxState& state, int64_t head) {
   const float total = reduce_add(load_f32(state.sums));
@@ -125,7 +125,7 @@ inline void exponentiate(const float* scores, const float* scales, float scale, 
 }
 
 // Computes the values' weights, not yet divided by the sums of probabilities, from scores
-// [num_rows, kTile], for up to 16 rows, none of which sees positions from `end` on. `corrections`
+// [num_rows, kTile], for up to 16 rows, which see no positions from `end` on. `corrections`
 // gets the factors by which each row's earlier sums must be multiplied. `scales`: null if KV is not
 // in int8.
 template <Dtype dtype>

@@ -65,7 +65,7 @@ inline KvLayer kv_layer_of(const Array& kv, Dtype dtype, int num_kv_heads, int h
   const size_t rank = kv.ndim();
   const bool in_int8 = is_int8(kv);
   require(in_int8 || float_type(kv, "kv") == dtype,
-          "the KV of float32 queries is float32 or int8, that of others bfloat16 or int8");
+          "the KV of float32 queries is float32 or int8, the KV of others bfloat16 or int8");
   const int64_t head_bytes = kv_head_bytes(in_int8, dtype, head_dim);
   const int64_t size = in_int8 ? 1 : static_cast<int64_t>(size_of(dtype));
   require(kv.shape(rank - 4) == 2 && static_cast<int>(kv.shape(rank - 2)) == num_kv_heads &&

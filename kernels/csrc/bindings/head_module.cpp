@@ -76,7 +76,7 @@ class BoundDraws {
 
   size_t size() const { return adjustments_.size(); }
 
-  // The draws; none for those of the likeliest token.
+  // The draws; none for a draw of the likeliest token.
   std::vector<std::optional<Draw>> checked(int64_t vocab) const {
     const auto *heat = data<float>(columns_[0], "temperature"),
                *least = data<float>(columns_[1], "least");

@@ -28,7 +28,7 @@ class Adapters {
   // `runs` ascend; the other tokens have no adapter.
   void begin(const std::vector<AdapterRun>& runs, int64_t num_tokens);
 
-  // From here on the tokens are those of `wanted` only.
+  // From here on the tokens are the ones in `wanted` only.
   void keep(const int64_t* wanted, int64_t num_wanted);
 
   bool empty() const { return pieces_.empty(); }

@@ -164,7 +164,7 @@ float ExpertStep::exponentials(const float* x, int64_t n, float largest, float* 
   return sum;
 }
 
-// Orders all choices by expert, and those of an expert by row.
+// Orders all choices by expert, and the choices of an expert by row.
 void ExpertStep::group(const Experts& experts, int64_t m) {
   const int64_t num_places = m * experts.top_k;
   std::fill(begin_of_.begin(), begin_of_.end(), 0);

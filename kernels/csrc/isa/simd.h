@@ -227,7 +227,7 @@ inline f32x16 exp2_nonpositive(f32x16 x) {
 }
 inline f32x16 exp_nonpositive(f32x16 x) {
   const f32x16 n = floor_nonpositive(x * kLog2E);
-  // n ln 2 in two parts, of which the first times n is exact.
+  // n ln 2 in two parts; the first part times n is exact.
   const f32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   return power_of_two(n, r * kLog2E);
 }

@@ -9,7 +9,7 @@
 // AMX).
 //
 // The order of the sums of a product of bf16 pairs, as AMX defines it: for the 32 values of K, the
-// products of even k and those of odd k are two chains of 16 fused multiply-adds from 0, in order
+// products of even k and of odd k are two chains of 16 fused multiply-adds from 0, in order
 // of k; then sum += even + odd. Each operation reads denormals as 0 and writes 0 for a denormal
 // (DAZ and FTZ).
 #pragma once
@@ -152,7 +152,7 @@ inline void configure_tiles(const int (&rows)[8], const int (&row_bytes)[8]) {
   tile_barrier();
 }
 
-// Registers 0 and 1 are the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 are
+// Registers 0 and 1 are the sums of the first 16 rows, 2 and 3 of the others; 4 and 5 are
 // rows of `a`, 6 and 7 columns of `b`.
 //
 // A kernel configures the registers when it first needs them and releases them when it ends:

@@ -37,8 +37,8 @@ inline constexpr int tile_rows(WeightKind kind) {
   return kWide == 16 ? 12 : is_quantized(kind) || (kWide == 8 && kind != WeightKind::f32) ? 4 : 3;
 }
 
-// As many rows of quantized weights as have room there for the sums of a group and for those of all
-// groups: if these are in memory, each group writes them. A single tile of more rows is still
+// As many rows of quantized weights as have room there for the sums of a group and of all groups:
+// if these are in memory, each group writes them. A single tile of more rows is still
 // faster than two, which both take the codes apart.
 inline constexpr int grouped_rows(WeightKind kind) {
   return kWide == 16 && is_quantized(kind) ? 6 : tile_rows(kind);

@@ -1,6 +1,6 @@
 // y = x W^T by tiles, for bf16 and quantized weights.
 //
-// Panels of bf16 are the `b` of the tiles as they are; those of quantized weights are unpacked to
+// Panels of bf16 are the `b` of the tiles as they are; quantized panels are unpacked to
 // bf16 first, a part of K at a time. K is taken 64 bytes at a time from front to back; the last
 // part is padded with zeros. An output's bits depend on nothing but its row, its column and K: sums
 // that are stored and loaded again between two parts of K stay the same.

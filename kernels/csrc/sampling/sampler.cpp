@@ -236,7 +236,7 @@ float Sampler::nucleus_threshold(int64_t wanted) {
 // ---- the draw ----------------------------------------------------------------------------------
 
 // A chunk finishes at E / mass, E = -log(1 - u) exponential. E is not below u, and the mass not
-// above that of a chunk of tokens like its largest: so most chunks are behind the first one
+// above the mass of a chunk of tokens like its largest: so most chunks are behind the first one
 // without a look at their tokens.
 int64_t Sampler::race(float threshold) {
   bound_times(threshold);

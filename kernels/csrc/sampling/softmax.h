@@ -122,7 +122,7 @@ inline void masses(const float* x, int64_t n, float largest, float temperature, 
   }
 }
 
-// Appends those of sixteen that are not below the bound; writes sixteen.
+// Appends the ones of sixteen that are not below the bound; writes sixteen.
 inline int64_t keep_some(f32x16 v, float bound, float* kept) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GE_OQ);
