@@ -37,7 +37,7 @@ class KeyFileError(QuireError):
 
 
 class ApiKey(BaseModel):
-    """One key and what its owner may do. None: no limit."""
+    """One key and what its owner may do. None for no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
@@ -58,7 +58,7 @@ class ApiKey(BaseModel):
     penalties: bool = True
     """Whether requests may have repetition, presence and frequency penalties."""
     models: tuple[str, ...] | None = None
-    """The models that this key sees; None: all."""
+    """The models that this key sees; None for all."""
     retained_blocks: Annotated[int, Field(ge=0)] | None = None
     """Blocks of each pool that the key's tenant may retain with this key."""
     priority_ceiling: int = 0

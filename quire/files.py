@@ -35,7 +35,7 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 def version_of(*files: Path) -> tuple[tuple[int, int, int], ...] | None:
-    """Changes whenever one of the files does; None: one is missing."""
+    """Changes whenever one of the files does; None if one is missing."""
     try:
         found = [file.stat() for file in files]
     except OSError:

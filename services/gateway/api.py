@@ -55,7 +55,7 @@ class RequestedTools:
     """Each as in OpenAI's API: `{"type": "function", "function": {"name": ...}}`."""
     choice: ToolChoice = ToolChoice.AUTO
     function: str | None = None
-    """The function that the model must call; None: `choice` says what it may."""
+    """The function that the model must call; None if `choice` says what it may."""
     parallel: bool = True
     """Whether a message may have several calls."""
     strict: tuple[str, ...] = ()
@@ -84,9 +84,9 @@ class RequestedSampling(Sampling):
     """
 
     default_max_tokens: int | None = None
-    """Limit of generated tokens if `max_tokens` is None; None: the limit of context and pool."""
+    """Limit of generated tokens if `max_tokens` is None; None for the limit of context and pool."""
     structure: Structure | None = None
-    """The form of the text, in place of `structured_outputs`; None: any."""
+    """The form of the text, in place of `structured_outputs`; None for any."""
 
     @property
     def width(self) -> int:
@@ -105,9 +105,9 @@ class RetainDirective:
 
     ttl_s: int
     name: str = ""
-    """Under which it replaces an earlier prefix; empty: the prefix itself names it."""
+    """Replaces an earlier prefix of the same name; if empty, the prefix itself is the name."""
     until: tuple[ChatMessage, ...] | None = None
-    """The prefix is what the prompt has in common with this chat; None: it is the whole prompt."""
+    """A chat whose common beginning with the prompt is the prefix; None is the whole prompt."""
     num_tokens: int | None = None
     """The length of the prefix, which admission finds."""
 
@@ -124,7 +124,7 @@ class _Asked:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
-    """Seconds until the client's deadline; None: no deadline."""
+    """Seconds until the client's deadline; None without a deadline."""
     resume_token: str = field(default_factory=new_resume_token, compare=False)
     """The secret that a client needs to continue the request."""
     add_special_tokens: bool = True
@@ -167,7 +167,7 @@ class EmbeddingRequest(_Asked):
     """A request for the embedding of a prompt. It is not resumed: its client asks again."""
 
     dimensions: int | None = None
-    """The number of values of the embedding; None: all."""
+    """The number of values of the embedding; None for all."""
     query: str | None = None
     """The text before the prompt, for the score that a cross-encoder gives the pair."""
     sampling: ClassVar[Sampling] = ONE

@@ -35,8 +35,8 @@ _fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None) -> None:
     """Make the file `path` with `num_bytes` zero bytes, and allocate its first FIRST_BYTES.
 
-    `policy` interleaves the pages of the whole file; None: a page is on the node of the thread
-    that allocates it.
+    `policy` interleaves the pages of the whole file; without it, a page is on the node of the
+    thread that allocates it.
 
     Raises StartupError if the file system has too little space, and then removes the file.
     """

@@ -65,8 +65,9 @@ class Stamps:
     """The mapped stamps of one pool. Only a block's holder may write its stamp (law 4)."""
 
     def __init__(self, path: Path | None, num_blocks: int, block_size: int) -> None:
-        """Map the file. Raises ValueError if its size does not fit this geometry. None: stamps in
-        this process's memory, all FREE, such as copies of another pool's stamps."""
+        """Map the file. Raises ValueError if its size does not fit this geometry.
+        Without a path the stamps are in this process's memory, all FREE: copies of another pool's
+        stamps."""
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._record_bytes = record_bytes(block_size)

@@ -132,7 +132,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of OpenMP in this process; None: OpenMP's default."""
+        """Threads of OpenMP in this process; None for OpenMP's default."""
         return None
 
     def check(self) -> None:

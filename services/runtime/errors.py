@@ -36,7 +36,7 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
-    """`param`: the request's parameter that is at fault; None: several, or none of them."""
+    """`param`: the request's parameter that is at fault; None if there are several, or none."""
 
     code = "invalid_request"
 

@@ -5,14 +5,14 @@ from services.model.config.quantization import Quantization, StoredKind, StoredQ
 
 
 def kind_to_make(quantize: Quantize) -> Quantization | None:
-    """The kind to which linears in floating point are quantized; None: they are not."""
+    """The kind to which linears in floating point are quantized; None if they are not."""
     return None if quantize == "auto" or quantize == "none" else quantize
 
 
 def computed_kind(
     stored: StoredQuantization | None, dtype: str, quantize: Quantize, kernels: str
 ) -> StoredKind | Quantization | None:
-    """The kind with which quantized linears compute; None: in floating point.
+    """The kind with which quantized linears compute; None if they compute in floating point.
 
     Stored quantized weights keep their kind, unless `quantize` is none or `dtype` is float32, in
     which no quantized kernel computes: then they are dequantized. Weights in fp8 are also

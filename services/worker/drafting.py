@@ -132,7 +132,7 @@ def load_draft(
 def speculation(
     settings: WorkerSettings, draft: LoadedDraft | None, launch_on: Callable[[Runner], Launch]
 ) -> Speculation | None:
-    """The speculation of a worker while it decodes; None: its sequences get no drafts."""
+    """The speculation of a worker while it decodes; None if its sequences get no drafts."""
     config = settings.speculative_config
     if config is None or (settings.drafts_with_model and draft is None):
         return None

@@ -70,7 +70,7 @@ class ShardPlan:
     block_size: int
     kv_dtype: torch.dtype
     keeper: Path | None = None
-    """The directory of the keeper that shares the weights on GPUs; None: they are not shared."""
+    """The directory of the keeper that shares the weights on GPUs; None if they are not shared."""
     meeting: Path = Path()
     """See `collectives.connect`."""
 

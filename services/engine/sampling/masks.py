@@ -14,8 +14,8 @@ from services.engine.sequences.grammar_state import GrammarState
 from services.model.structured.mask import GrammarFault, Mask
 
 Masks = Callable[[], Sequence[Mask | None]]
-"""Waits for the masks of a step's draws. None: the draw has no grammar, or its grammar cannot say
-what may come."""
+"""Waits for the masks of a step's draws. A mask is None if the draw has no grammar, or its grammar
+cannot say what may come."""
 
 
 class MaskThread:

@@ -72,7 +72,7 @@ class ExpertSections:
 
 
 def expert_sections(config: ModelConfig, layer: int) -> ExpertSections | None:
-    """The linears of a layer's experts; None: it has an MLP."""
+    """The linears of a layer's experts; None if the layer has an MLP."""
     linears, experts, hidden = expert_linears(config, layer), config.experts, config.hidden_size
     if linears is None or experts is None:
         return None

@@ -81,7 +81,7 @@ class _Stored:
         return values if num_dimensions == 2 else values.flatten()
 
     def order(self, linear: str) -> Tensor | None:
-        """Which row of the file is which output of a linear; None: the order is the same. llama.cpp
+        """The row of the file for each output of a linear; None if the order is the same. llama.cpp
         puts outputs i and i + head_dim / 2 of each head, which rotate together, next to each
         other."""
         config = self.config

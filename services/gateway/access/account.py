@@ -21,7 +21,8 @@ _BUSY_DELAY_S = 1.0
 
 
 class Bucket:
-    """A token bucket that fills with `per_minute` each minute and holds as much. None: no limit."""
+    """A token bucket that fills with `per_minute` each minute and holds as much; None is no
+    limit."""
 
     def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute

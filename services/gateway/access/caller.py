@@ -42,11 +42,11 @@ class Caller:
     """The client's address, if there is no key."""
     is_operator: bool = False
     models: frozenset[str] | None = None
-    """The models that the caller sees; None: all."""
+    """The models that the caller sees; None for all."""
     priority_ceiling: int | None = None
-    """The most urgent priority that the caller may ask for; None: the gateway's own setting."""
+    """The most urgent priority that the caller may ask for; None for the gateway's own setting."""
     retained_blocks: int | None = None
-    """The most blocks of a pool that the caller's tenant may retain; None: what all may."""
+    """The most blocks of a pool that the caller's tenant may retain; None is the usual budget."""
     account: NoAccount = field(default=NoAccount(), repr=False)
 
     @property

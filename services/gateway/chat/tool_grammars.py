@@ -58,7 +58,7 @@ _HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
 def structure_of_calls(tools: RequestedTools, parsing: Parsing) -> Structure | None:
-    """The form of the text; None: the model may write anything.
+    """The form of the text; None if the model may write anything.
 
     Raises InvalidRequest if the model must make calls in a format for which there is no grammar.
     """

@@ -17,7 +17,7 @@ _NUM_LAST_TOKENS = 16
 
 
 def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]) -> Parsing | None:
-    """How to parse the messages for this prompt; None: the client gets text only.
+    """How to parse the messages for this prompt; None if the client gets text only.
 
     Raises InvalidRequest if the model may call functions, but its format of calls is not known.
     """

@@ -61,7 +61,7 @@ class Delta:
     score: float | None = None
     """The sequence's score, if a beam search found it."""
     parts: tuple[Part, ...] | None = None
-    """The parts of the message that `text` completes; None: the message is not parsed."""
+    """The parts of the message that `text` completes; None if the message is not parsed."""
     has_calls: bool = False
     """Whether the message has a tool call so far."""
     num_reasoning_tokens: int = 0

@@ -40,7 +40,8 @@ class Meter(Protocol):
         """A request got its first token, of any sequence, `after_s` seconds after its arrival."""
 
     def tokens(self, num_tokens: int, after_s: float | None) -> None:
-        """A sequence got tokens, `after_s` seconds after its last one; None: it had none before."""
+        """A sequence got tokens `after_s` seconds after its last token; None if they are its
+        first."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class Sequence:
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
     the client sees. `stop_token_ids`: the request's, to report which one ended the sequence.
     `tokenizer`: adds the text to logprobs; None if the client did not ask for logprobs. `parser`:
-    divides the text into the parts of a message; None: the client wants none.
+    divides the text into the parts of a message; None if the client wants none.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Attempt:
         self.detached, self.decode = detached, decode
 
     def lease_of(self, worker: Worker, number: int) -> Lease | None:
-        """The lease that a worker's message with this attempt number is about; None: there is no
+        """The lease that a worker's message with this attempt number is about; None if there is no
         such lease any more, and the message is dropped."""
         leases = (x for x in self._leases() if x.worker is worker and x.attempt == number)
         return next(leases, None)

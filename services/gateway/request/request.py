@@ -90,14 +90,14 @@ class Request:
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report for each prompt token; None reports none."""
     pooling: Pooling | None = None
-    """How to make the embedding; None: the request generates."""
+    """How to make the embedding; None if the request generates."""
     parsing: Parsing | None = None
-    """How to parse the messages; None: the client gets text only."""
+    """How to parse the messages; None if the client gets text only."""
     adapter: Adapter | None = None
-    """The LoRA adapter that the client names as its model; None: it names the model."""
+    """The LoRA adapter that the client names as its model; None if it names the model."""
     retain: tuple[RetainDirective, ...] = ()
     trace: RequestTrace | None = None
-    """None: the request is not traced."""
+    """None if the request is not traced."""
     embedding: tuple[float, ...] = ()
     output: Output = field(init=False)
     """The deltas for the client of the present call, and the tokens that it has received."""
@@ -213,8 +213,8 @@ class Request:
 
     @property
     def movable_from(self) -> Worker | None:
-        """The decode worker that can hand the request over: it has claimed the ticket. None: there
-        is no such worker, or the request moves already."""
+        """The decode worker that can hand the request over: it has claimed the ticket. None if
+        there is no such worker, or the request moves already."""
         if not self.is_decoding:
             return None
         attempt = self.attempt

@@ -151,7 +151,7 @@ def _has_free_slots(worker: Worker, num_sequences: int) -> bool:
 
 
 def _worker_with_most_free_slots(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
-    """The worker with most free slots; None: no worker has enough of them."""
+    """The worker with most free slots; None if no worker has enough of them."""
     open_workers = [worker for worker in pool if _has_free_slots(worker, num_sequences)]
     return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
 

@@ -12,5 +12,5 @@ class ModelQueue:
     model: str
     waiting: RequestQueue[Request] = field(default_factory=RequestQueue)
     without_workers_since: float | None = None
-    """When the model lost its workers; None: it has some, or they are starting."""
+    """When the model lost its workers; None if it has some, or they are starting."""
     task: asyncio.Task[None] | None = None

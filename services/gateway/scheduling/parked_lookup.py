@@ -31,7 +31,7 @@ class ParkedLookup:
     async def run(
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
     ) -> DetachedTicket | None:
-        """The parked ticket; None: no worker has it, and the request is computed again."""
+        """The parked ticket; None if no worker has it, and the request is computed again."""
         request, attempt = self._request, self._attempt
         for worker, spec in workers:
             root_hash = router.root(spec, request)

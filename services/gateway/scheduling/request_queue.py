@@ -67,7 +67,7 @@ class RequestQueue(Generic[R]):
             del self._rings[priority]
 
     def first(self) -> R | None:
-        """The request that is next, which stays in the queue; None: the queue is empty."""
+        """The request that is next, which stays in the queue; None if the queue is empty."""
         if not self._rings:
             return None
         ring = min(

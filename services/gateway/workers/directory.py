@@ -63,7 +63,7 @@ class ModelPools:
 
     @property
     def max_slots(self) -> int | None:
-        """The most decode slots that one decode worker has; None: there is no decode worker now."""
+        """The most decode slots that one decode worker has; None without a decode worker."""
         return max((pool.max_slots for pool in self.pools if pool.decode), default=None)
 
 
@@ -114,7 +114,7 @@ class WorkerDirectory:
         return [connection.worker for connection in self._connections.values()]
 
     def served(self, name: str) -> ModelPools | None:
-        """The model `name` and its pools; None: the directory has no worker of this model."""
+        """The model `name` and its pools; None if the directory has no worker of this model."""
         members = [worker.member for worker in self.workers if worker.member.model == name]
         if not members:
             return None

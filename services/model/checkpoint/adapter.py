@@ -34,8 +34,8 @@ _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """numpy's dtype of each dtype; it has none for bf16."""
 
 _MAX_GROWTH = 2.0**30
-"""How large an adapter may make inputs of 1. A trained one makes them up to some thousands; with
-those that are far beyond, sums of squares overflow and the logits are no numbers."""
+"""How large an adapter may make inputs of 1. A trained adapter makes them up to some thousands. Far
+beyond that, sums of squares overflow, and the logits are no numbers."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -102,9 +102,9 @@ class AdapterFiles:
 
     @classmethod
     def read(cls, directory: Path, config: ModelConfig, max_rank: int) -> "AdapterFiles":
-        """InvalidRequest, with file and field: the adapter is unreadable, is not for this model,
-        has features that are not supported, weights that are no numbers, or a rank above
-        `max_rank`."""
+        """Raises InvalidRequest, with the file and the field, if the adapter is unreadable, is not
+        for this model, has features that are not supported, weights that are no numbers, or a rank
+        above `max_rank`."""
         try:
             config_text = read_small_file(directory / CONFIG_FILE, MAX_JSON_BYTES)
             fields = parse_json(Path(CONFIG_FILE), config_text)

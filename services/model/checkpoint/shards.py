@@ -40,7 +40,7 @@ and routers are not here: every rank has them whole."""
 
 
 def split_of(name: str) -> tuple[int, Dimension] | None:
-    """How the tensor with this name is split; None: every rank has it whole."""
+    """How the tensor with this name is split; None if every rank has it whole."""
     split = SPLITS.get(name.split(".")[-2])
     if split is not None and ".experts." in name:
         return split[0], "experts"

@@ -24,7 +24,7 @@ class ExpertConfig:
 
 
 def read_experts(config: JsonFields, family: Family, num_layers: int) -> ExpertConfig | None:
-    """None: the family has no experts."""
+    """None if the family has no experts."""
     names = family.experts
     if names is None:
         return None

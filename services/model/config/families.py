@@ -56,7 +56,7 @@ Number = Literal[
 @dataclass(frozen=True, slots=True)
 class Norms:
     """The names of a layer's norms in the checkpoint: of the inputs of attention and of the MLP,
-    and of their outputs before these are added to the residual stream. None: there is none."""
+    and of their outputs before these are added to the residual stream. None if there is none."""
 
     attention_in: str | None = "input_layernorm"
     attention_out: str | None = None

@@ -76,7 +76,7 @@ class ExpertLinears:
 
 
 def expert_linears(config: ModelConfig, layer: int) -> ExpertLinears | None:
-    """None: the layer has an MLP."""
+    """None if the layer has an MLP."""
     experts, names = config.experts, config.family.experts
     if experts is None or names is None or not experts.layers[layer]:
         return None

@@ -102,9 +102,9 @@ class ModelConfig:
         return self.architecture.endswith(CLASSIFIER)
 
     def for_context(self, context: int | None) -> "ModelConfig":
-        """The configuration of a worker whose requests have at most `context` positions; None: the
-        model's own limit. It differs only if the rope's scaling depends on the context: then all
-        positions are rotated alike, whatever the length of a request, so that blocks of a prefix
+        """The configuration of a worker whose requests have at most `context` positions; None is
+        the model's own limit. It differs only if the rope's scaling depends on the context: then
+        all positions are rotated alike, whatever the length of a request, so that blocks of a prefix
         can be shared.
 
         Raises StartupError if the context is longer than the model's.
@@ -261,7 +261,7 @@ def _sliding(config: JsonFields, family: Family, num_layers: int) -> list[bool]:
 
 
 def _window(config: JsonFields, family: Family) -> int | None:
-    """The window of layers with a sliding window; None: no layer has one. An absent field means
+    """The window of layers with a sliding window; None if no layer has one. An absent field means
     the family's default, as in transformers, but null means no window."""
     by_flag = family.windows in ("none", "all layers by flag", "upper layers", "no rope")
     uses = not by_flag or config.boolean("use_sliding_window", default=False)

@@ -76,7 +76,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def read_ropes(
     config: JsonFields, family: Family, head_dim: int, windows: Sequence[int | None]
 ) -> tuple[RopeConfig | None, ...]:
-    """The rotation of each layer; None: it has none. Reads both forms: transformers 5 writes
+    """The rotation of each layer; None if it has none. Reads both forms: transformers 5 writes
     everything into `rope_parameters`, earlier versions wrote `rope_theta` beside `rope_scaling`."""
     name, fields = _scaling_fields(config, family)
     if family.ropes != "by layer type":

@@ -49,9 +49,9 @@ _SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3
 
 
 def form_of(file: GgufFile, name: str) -> StoredKind | None:
-    """The kind of linear for the tensor with this name, which is GGUF's; None: floating point. Four
-    bits in blocks of 32 are the linears' own form; the others become 8 bits, Q6_K in blocks of
-    16."""
+    """The kind of linear for the tensor with this name, which is GGUF's; None if it is in floating
+    point. Four bits in blocks of 32 are the linears' own form; the others become 8 bits, Q6_K in
+    blocks of 16."""
     kind = file.tensors[name].type.name
     if kind in _FLOATS or kind == _EXACT:
         return None

@@ -92,8 +92,8 @@ def stored_family(architecture: str) -> Family:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of a Hugging Face checkpoint is in a GGUF file: a tensor's name, and which of
-    the experts in it; None: all of the tensor."""
+    """Where a tensor of a Hugging Face checkpoint is in a GGUF file: a tensor's name, and the
+    expert in it; None if it is the whole tensor."""
 
     name: str
     expert: int | None = None

@@ -28,7 +28,7 @@ _LOCAL_BASE = 10_000.0
 def read_ropes(
     file: GgufFile, fields: JsonFields, family: Family, head_dim: int, windows: list[int | None]
 ) -> tuple[RopeConfig | None, ...]:
-    """The rotation of each layer; None: it has none."""
+    """The rotation of each layer; None if it has none."""
     width = _width(fields, family, head_dim)
     theta = fields.number("rope.freq_base", 10_000.0)
     scaling = _scaling(file, fields, family, theta, width)

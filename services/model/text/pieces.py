@@ -16,7 +16,7 @@ import tokenizers
 from services.runtime.errors import StartupError
 
 Piece = bytes | None
-"""The UTF-8 bytes of a token, which may be part of a character. None: the id has no text, because
+"""The UTF-8 bytes of a token, which may be part of a character. None if the id has no text, because
 it has no token, or a special token that is not shown."""
 
 _MAX_IDS = 1 << 22

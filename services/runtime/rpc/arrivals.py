@@ -49,7 +49,7 @@ class Arrivals:
             yield decode(received)
 
     async def _next(self, context: aio.ServicerContext[Any, Any]) -> bytes | None:
-        """The next message; None: there are no more."""
+        """The next message; None if there are no more."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._wait(limit, _NUM_WAITS)

@@ -35,7 +35,7 @@ class TlsFiles:
 
     @property
     def version(self) -> tuple[tuple[int, int, int], ...] | None:
-        """Changes whenever a file does; None: a file is missing."""
+        """Changes whenever a file does; None if a file is missing."""
         return version_of(self.certificate, self.key, *([] if self.ca is None else [self.ca]))
 
     def check(self) -> None:

@@ -73,9 +73,10 @@ class RpcServer:
     `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
     or refuses each call. `max_connections`: for ports that are open to the outside; the server
     closes further connections at once, and idle ones after 5 minutes; each connection has at most
-    `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP ports; None: no TLS. `health` is
-    the service's, and follows `set_serving`. `shares_port`: another process of this user may listen
-    on the same port, and each gets some of the connections; otherwise a second one fails to start.
+    `_MAX_CONCURRENT_STREAMS` calls at a time. `tls` is for its TCP ports; None without TLS.
+    `health` is the service's, and follows `set_serving`. `shares_port`: another process of this
+    user may listen on the same port, and each gets some of the connections; otherwise a second one
+    fails to start.
     """
 
     def __init__(

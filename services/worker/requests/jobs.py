@@ -50,7 +50,7 @@ class Job:
     ticket: Ticket
     state: State = State.LOADING
     ending: Ending | None = None
-    """Why the request ends early or is detached; None: it does not."""
+    """Why the request ends early or is detached; None if it does not."""
     trace: JobTrace = field(default_factory=JobTrace)
     adapter: LoadedAdapter | None = None
     """The loaded adapter, kept while the job is here."""

@@ -35,7 +35,7 @@ class PrefixesInProgress:
         return len(self._leaders)
 
     def last_shared(self, hashes: Sequence[PrefixHash]) -> PrefixHash | None:
-        """The last of `hashes` that is being computed; None: none of them is."""
+        """The last of `hashes` that is being computed; None if none of them is."""
         return next((h for h in reversed(hashes) if h in self._leaders), None)
 
     def __contains__(self, prefix_hash: PrefixHash | None) -> bool:

@@ -112,8 +112,8 @@ class SwapPool:
 
         A block that several sequences share is copied once. The holder keeps its id.
 
-        None: the swap pool has no room, a cached block there does not match the group's tokens, or
-        the holder id was used there before.
+        Returns None if the swap pool has no room, a cached block there does not match the group's
+        tokens, or the holder id was used there before.
         """
         began = time.perf_counter()
         block_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
@@ -179,7 +179,7 @@ class SwapPool:
     async def _allocate(
         self, ticket: Ticket, block_keys: BlockKeys, num_blocks: int
     ) -> Allocation | None:
-        """None: the swap pool has no room, or the holder id was used there before."""
+        """None if the swap pool has no room, or the holder id was used there before."""
         pool_id, holder_id = self.spec.pool_id, ticket.holder_id
         hashes, branches = block_keys.chains
         asked = self._worker_id, ticket.order, hashes, num_blocks, branches

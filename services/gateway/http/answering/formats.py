@@ -18,7 +18,7 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     parts: list[Part] | None = None
-    """The parts of the message; None: it is not parsed."""
+    """The parts of the message; None if it is not parsed."""
     prompt: PromptReport | None = None
     """The prompt of the choice, if it is reported with these deltas."""
     last: Delta | None = None

@@ -23,7 +23,7 @@ def parse_ttl(value: Any) -> int:
 
 
 def parse_cache_control(value: Any) -> int | None:
-    """The seconds of a breakpoint; None: there is none."""
+    """The seconds of a breakpoint; None if there is none."""
     match value:
         case None | {"type": None}:
             return None

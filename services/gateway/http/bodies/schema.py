@@ -100,7 +100,7 @@ class SampledBody(Body):
     @property
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens whose logprobs to report, in addition to each token's own;
-        None: report no logprobs."""
+        None to report no logprobs."""
         return None
 
     def request(

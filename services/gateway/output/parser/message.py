@@ -59,7 +59,7 @@ class Parsing:
 
     format: MessageFormat
     offered: tuple[str, ...] | None = None
-    """The names of the functions that the request offers; None: calls are content."""
+    """The names of the functions that the request offers; None if calls are content."""
     begins_in_reasoning: bool = False
     """The prompt has begun the reasoning."""
     reasoning_is_over: bool = False

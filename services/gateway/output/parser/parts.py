@@ -81,7 +81,7 @@ class PartWriter:
         self._parts: list[Part] = []
         self._spaces: list[str] = []
         self._follows: type[Part] | None = None
-        """The kind of the last part; None: there is none."""
+        """The kind of the last part; None if there is none."""
 
     def content(self, text: str) -> None:
         self._text(text, Content)
