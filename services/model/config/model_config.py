@@ -104,8 +104,8 @@ class ModelConfig:
     def for_context(self, context: int | None) -> "ModelConfig":
         """The configuration of a worker whose requests have at most `context` positions; None is
         the model's own limit. It differs only if the rope's scaling depends on the context: then
-        all positions are rotated alike, whatever the length of a request, so that blocks of a prefix
-        can be shared.
+        all positions are rotated alike, whatever the length of a request, so that blocks of a
+        prefix can be shared.
 
         Raises StartupError if the context is longer than the model's.
         """
