@@ -217,7 +217,7 @@ def _metrics(message: inference_pb2.RequestMetrics) -> RequestMetrics:
 
 
 def explain_request(about: str | Request) -> inference_pb2.ExplainRequest:
-    """`about`: the id of a request, or one that is not sent."""
+    """Ask about a request by its id, or about one that is not sent."""
     if isinstance(about, str):
         return inference_pb2.ExplainRequest(request_id=about)
     return inference_pb2.ExplainRequest(forecast=generate_request(about))

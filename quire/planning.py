@@ -75,8 +75,8 @@ def plan_decode(
     num_waiting: int = 0,
     held_share: float = 0.0,
 ) -> RolePlan:
-    """Plan for the serving decode workers of one model. `num_waiting`: requests that no worker has
-    yet. `held_share`: held blocks as a share of all blocks of the model's pools."""
+    """Plan for the serving decode workers of one model. `num_waiting` requests have no worker yet.
+    `held_share` is the share of held blocks in all blocks of the model's pools."""
     running = sum(worker.num_running for worker in workers)
     slots = running + sum(worker.num_free_slots for worker in workers)
     asked, num_workers = running + num_waiting, len(workers)
@@ -105,7 +105,7 @@ def divided(prefill: RolePlan, decode: RolePlan, total: int) -> tuple[int, int]:
 
 
 def held_share(pools: Iterable[tuple[int, int]]) -> float:
-    """`pools`: held and all blocks of each."""
+    """The share of held blocks, from the numbers of held and of all blocks of each pool."""
     held, total = (sum(numbers) for numbers in zip((0, 0), *pools, strict=True))
     return held / total if total else 0.0
 

@@ -64,7 +64,7 @@ class Shares:
         return {"": self.pool, **self.tenants}
 
     def settle(self, num_used: int) -> None:
-        """Enter the charges, all at one time; `num_used`: the blocks that are used now."""
+        """Enter the charges, all at one time. `num_used` blocks are used now."""
         now_ms = int(self.clock() * 1000)
         for tenant, number in self.charges.items():
             if number:

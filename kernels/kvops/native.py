@@ -128,8 +128,8 @@ class NativeCpu:
         bf16, or quantized as `kind` says, as consecutive uint8 pieces. Each piece is valid until
         the next one is requested. Raises ValueError if weights are quantized in another way.
 
-        `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
-        a shorter weight. 0: the weights follow one another whole.
+        The outputs alternate between the weights, `turn` at a time, and zeros follow the end of a
+        shorter weight. If `turn` is 0, the weights follow one another whole.
         """
         if kind in ("float32", "bfloat16"):
             floats = [weight for weight in weights if isinstance(weight, Tensor)]

@@ -25,7 +25,7 @@ ENDING_S = 5.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json", "supervised"]
-"""`supervised`: as `console`, without the time, which the supervisor of `quire serve` adds."""
+"""`supervised` is `console` without the time, which the supervisor of `quire serve` adds."""
 
 
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})

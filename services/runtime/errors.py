@@ -36,7 +36,7 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
-    """`param`: the request's parameter that is at fault; None if there are several, or none."""
+    """A request is at fault. `param` is its wrong parameter; None if there are several, or none."""
 
     code = "invalid_request"
 
@@ -62,7 +62,7 @@ class PermissionDenied(QuireError):
 
 
 class UnknownModel(QuireError):
-    """`param`: as in `InvalidRequest`."""
+    """A request names a model that is not served, in its parameter `param`."""
 
     code = "model_not_found"
 

@@ -21,8 +21,8 @@ class Sequence:
 
     `tokens` are all tokens from workers, also those after a stop string, which the client does not
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
-    the client sees. `stop_token_ids`: the request's, to report which one ended the sequence.
-    `tokenizer`: adds the text to logprobs; None if the client did not ask for logprobs. `parser`:
+    the client sees. `stop_token_ids` are the request's, to report the one that ended the sequence.
+    `tokenizer` adds the text to logprobs; None if the client did not ask for logprobs. `parser`
     divides the text into the parts of a message; None if the client wants none.
     """
 

@@ -94,8 +94,8 @@ class Record:
 
 
 def record_of(request: Request, outcome: str = "", reason: str = "", hashes: bytes = b"") -> Record:
-    """The record of a request that runs, or that has ended with this outcome. `hashes`: see
-    `block_hashes`."""
+    """The record of a request that runs, or that has ended with this outcome. `block_hashes` makes
+    the `hashes`."""
     caller, placed = request.asked.caller, request.timeline.placed
     adapter = request.adapter.digest if request.adapter else ""
     return Record(

@@ -111,8 +111,8 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
 
 
 def reserve_target(request: Request, target: Worker, cause: str) -> DecodeReservation:
-    """Ask another decode worker of the pool for slots. Meanwhile the request runs on. `cause`: see
-    `Moved`."""
+    """Ask another decode worker of the pool for slots. Meanwhile the request runs on. `Moved`
+    tells the causes."""
     request.move_cause = cause
     number = request.next_number()
     reservation = DecodeReservation(target, request.id, number, request.num_sequences)

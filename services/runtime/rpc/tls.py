@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of one end. `ca`: has the CAs whose certificates the other end must show; None:
-    a server asks its clients for no certificate."""
+    """The files of one end."""
 
     certificate: Path
     key: Path
     ca: Path | None = None
+    """The CAs that must have signed the other end's certificate. Without them a server asks its
+    clients for no certificate."""
 
     @property
     def version(self) -> tuple[tuple[int, int, int], ...] | None:

@@ -70,11 +70,11 @@ class RpcServer:
     """A grpc.aio server. Register servicers on `.aio`, then call `start`. Health checks get
     NOT_SERVING until `set_serving(True)`.
 
-    `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
-    or refuses each call. `max_connections`: for ports that are open to the outside; the server
-    closes further connections at once, and idle ones after 5 minutes; each connection has at most
-    `_MAX_CONCURRENT_STREAMS` calls at a time. `tls` is for its TCP ports; None without TLS.
-    `health` is the service's, and follows `set_serving`. `shares_port`: another process of this
+    `services` are full names (`quire.v1.Inference`), for health checks and reflection. `guard`
+    admits or refuses each call. With `max_connections`, for ports that are open to the outside, the
+    server closes further connections at once, and idle ones after 5 minutes; each connection has at
+    most `_MAX_CONCURRENT_STREAMS` calls at a time. `tls` is for its TCP ports; None without TLS.
+    `health` is the service's, and follows `set_serving`. With `shares_port` another process of this
     user may listen on the same port, and each gets some of the connections; otherwise a second one
     fails to start.
     """

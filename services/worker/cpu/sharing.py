@@ -29,8 +29,8 @@ class SharedCpus:
     """A forward pass that shares CPUs with the other workers of the host.
 
     Any thread may call `refresh`; only the engine thread calls the other methods. A new division
-    takes effect with the next step. `max_gap_s`: the time from the start of one decode step to the
-    next while prompts wait, unless the step alone takes longer; None: see `pause_s`.
+    takes effect with the next step. `max_gap_s` is the time from the start of one decode step to
+    the next while prompts wait, unless the step alone takes longer; None is as `pause_s` says.
     """
 
     def __init__(

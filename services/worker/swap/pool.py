@@ -147,7 +147,7 @@ class SwapPool:
         """Copy back the KV that the worker's pool has not cached, into the new blocks of
         `allocation`, and release the holder in the swap pool.
 
-        `block_keys`: those for which `allocation` was made. KV whose blocks in the swap pool are
+        `allocation` was made for `block_keys`. KV whose blocks in the swap pool are
         gone, or do not match their stamps, is not copied; the worker computes it again.
         """
         assert ticket.swapped is not None

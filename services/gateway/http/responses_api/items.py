@@ -26,8 +26,8 @@ _NEEDED = {
 
 
 class Item(TypedBody):
-    """`content`: of messages, and of reasoning as the model has written it. A `summary` of
-    reasoning and encrypted reasoning, which other servers write, are not read."""
+    """An item of the input. Messages have `content`, and so has reasoning as the model has written
+    it. `summary` and encrypted reasoning, which other servers write, are not read."""
 
     needed = _NEEDED
     noun = "item"
