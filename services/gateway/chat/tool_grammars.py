@@ -21,8 +21,8 @@ Form = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class _Writing:
     """How a model writes calls: `before` and `after` all of them, `begin` (with the name in place
-    of NAME) and `end` around the arguments of each. `trigger` is the text that begins calls, if other
-    text may stand before them."""
+    of NAME) and `end` around the arguments of each. `trigger` is the text that begins calls, if
+    other text may stand before them."""
 
     begin: str
     end: str
