@@ -5,8 +5,10 @@ The unit tests use it as a fake; the property tests compare the server with it.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from blockstore.errors import PoolExists, UnknownPool
 from blockstore.memory.arguments import check
@@ -15,22 +17,35 @@ from blockstore.memory.recount import audit
 from blockstore.records import (
     Allocation,
     Asserted,
-    AuditReport,
-    BlockInfo,
-    Claim,
-    Content,
     Extension,
     Growth,
-    Heartbeat,
     HolderInfo,
     PoolSpec,
-    PoolStats,
     PrefixHash,
-    Retained,
-    Retention,
     Wait,
 )
 from blockstore.store import MarkOwned, Recovery
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _forwarded(
+    operation: Callable[Concatenate[Ledger, P], T],
+) -> Callable[Concatenate["MemoryStore", str, P], Coroutine[Any, Any, T]]:
+    """Return the method that calls an operation of a pool's ledger, and ends the waits for room if
+    the operation has freed blocks."""
+
+    @wraps(operation)
+    async def method(self: "MemoryStore", pool_id: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        ledger = self.ledger(pool_id)
+        num_freed_before = ledger.blocks.num_freed
+        result = operation(ledger, *args, **kwargs)
+        if ledger.blocks.num_freed != num_freed_before and pool_id in self._room:
+            self._room.pop(pool_id).set()
+        return result
+
+    return method
 
 
 class MemoryStore:
@@ -73,14 +88,10 @@ class MemoryStore:
         if mark_owned is not None:
             self._mark_owned[spec.pool_id, worker_id] = mark_owned
 
-    async def fence(self, pool_id: str, worker_id: str) -> None:
-        self.ledger(pool_id).fence(worker_id)
-
-    async def leave(self, pool_id: str, worker_id: str) -> None:
-        self.ledger(pool_id).leave(worker_id)
-
-    async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
-        return self.ledger(pool_id).heartbeat(worker_id)
+    fence = _forwarded(Ledger.fence)
+    leave = _forwarded(Ledger.leave)
+    heartbeat = _forwarded(Ledger.heartbeat)
+    reap = _forwarded(Ledger.reap)
 
     async def allocate(
         self,
@@ -99,94 +110,33 @@ class MemoryStore:
             self._mark(pool_id, worker_id, holder_id, found.block_ids[found.num_cached_blocks :])
         return found
 
-    async def withdraw(self, pool_id: str, holder_id: str) -> None:
-        self.ledger(pool_id).withdraw(holder_id)
-
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
         extension = self.ledger(pool_id).extend(worker_id, growths)
         for grown in extension.grown:
             self._mark(pool_id, worker_id, grown.holder_id, grown.block_ids)
         return extension
 
-    async def commit(
-        self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
-    ) -> tuple[bool, ...]:
-        return self.ledger(pool_id).commit(holder_id, epoch, blocks)
-
-    async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
-        with self._freeing(pool_id) as ledger:
-            ledger.retract(block_id, prefix_hash)
-
-    async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        return self.ledger(pool_id).detach(holder_id, epoch)
-
-    async def claim(
-        self,
-        pool_id: str,
-        holder_id: str,
-        epoch: int,
-        worker_id: str,
-        block_ids: Sequence[int] = (),
-    ) -> Claim:
-        return self.ledger(pool_id).claim(holder_id, epoch, worker_id, block_ids)
-
-    async def give_back(
-        self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
-    ) -> None:
-        with self._freeing(pool_id) as ledger:
-            ledger.give_back(holder_id, epoch, block_ids)
-
-    async def release(
-        self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
-    ) -> None:
-        with self._freeing(pool_id) as ledger:
-            ledger.release(holder_id, epoch, comes_back)
-
-    async def retain(
-        self,
-        pool_id: str,
-        owner: str,
-        name: str,
-        ttl_ms: int,
-        hashes: Sequence[PrefixHash],
-        limits: tuple[int, int],
-    ) -> Retained:
-        return self.ledger(pool_id).retain(owner, name, ttl_ms, hashes, limits)
-
-    async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
-        return self.ledger(pool_id).end_retention(owner, name)
-
-    async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
-        ledger = self.ledger(pool_id)
-        return ledger.retentions.records(ledger.blocks, with_hashes)
-
-    async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
-        return self.ledger(pool_id).match(hashes)
-
-    async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        return self.ledger(pool_id).holder_infos()
+    withdraw = _forwarded(Ledger.withdraw)
+    commit = _forwarded(Ledger.commit)
+    retract = _forwarded(Ledger.retract)
+    detach = _forwarded(Ledger.detach)
+    claim = _forwarded(Ledger.claim)
+    give_back = _forwarded(Ledger.give_back)
+    release = _forwarded(Ledger.release)
+    retain = _forwarded(Ledger.retain)
+    end_retention = _forwarded(Ledger.end_retention)
+    retentions = _forwarded(Ledger.retention_records)
+    match = _forwarded(Ledger.match)
+    holders = _forwarded(Ledger.holder_infos)
+    held_blocks = _forwarded(Ledger.held_blocks)
+    block_infos = _forwarded(Ledger.block_infos)
+    stats = _forwarded(Ledger.stats)
+    restore = _forwarded(Ledger.restore)
+    reopen = _forwarded(Ledger.reopen)
+    audit = _forwarded(audit)
 
     async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
         return self.ledger(pool_id).holder_infos()[first : first + limit]
-
-    async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
-        holder = self.ledger(pool_id).holders.get(holder_id)
-        return frozenset(holder.held) if holder else frozenset()
-
-    async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
-        blocks = self.ledger(pool_id).blocks
-        ranks = {block_id: rank for rank, block_id in enumerate((*blocks.cached, *blocks.kept))}
-        return tuple(
-            BlockInfo(each, blocks.refs.get(each, 0), blocks.hash_of.get(each), ranks.get(each))
-            for each in block_ids
-        )
-
-    async def stats(self, pool_id: str) -> PoolStats:
-        return self.ledger(pool_id).stats()
-
-    async def reap(self, pool_id: str, worker_id: str) -> int:
-        with self._freeing(pool_id) as ledger:
-            return ledger.reap(worker_id)
 
     async def recover_pool(
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
@@ -200,15 +150,6 @@ class MemoryStore:
         self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
     ) -> tuple[str, ...]:
         return self.ledger(spec.pool_id).reassert(worker_id, holders, waits)
-
-    async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
-        self.ledger(pool_id).restore(first, contents)
-
-    async def reopen(self, pool_id: str) -> None:
-        self.ledger(pool_id).reopen()
-
-    async def audit(self, pool_id: str) -> AuditReport:
-        return audit(self.ledger(pool_id))
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
         self.ledger(pool_id)
@@ -231,12 +172,3 @@ class MemoryStore:
             return self._ledgers[pool_id]
         except KeyError:
             raise UnknownPool(f"pool {pool_id} is not there") from None
-
-    @contextmanager
-    def _freeing(self, pool_id: str) -> Iterator[Ledger]:
-        """Yield the pool's ledger, and end the waits for room if the block freed some."""
-        ledger = self.ledger(pool_id)
-        num_freed_before = ledger.blocks.num_freed
-        yield ledger
-        if ledger.blocks.num_freed != num_freed_before and pool_id in self._room:
-            self._room.pop(pool_id).set()

@@ -125,7 +125,7 @@ class BlockStore(Protocol):
     async def register_pool(self, spec: PoolSpec) -> None:
         """Make a pool. Raises PoolExists if there is one with this id and another spec."""
 
-    async def drop_pool(self, pool_id: str) -> None:
+    async def drop_pool(self, pool_id: str, /) -> None:
         """Forget a pool and all its keys. A pool that does not exist is no error."""
 
     async def pool_ids(self) -> tuple[str, ...]:
@@ -151,21 +151,22 @@ class BlockStore(Protocol):
         Raises GeometryMismatch if block size, number or bytes differ, then FingerprintMismatch if
         weights, dtype or numerics do, and UnknownWorker if this name was reaped."""
 
-    async def fence(self, pool_id: str, worker_id: str) -> None:
+    async def fence(self, pool_id: str, /, worker_id: str) -> None:
         """Fence a worker: from now on it may only release, and its waits end. A missing worker gets
         a quarantine and is no longer missing."""
 
-    async def leave(self, pool_id: str, worker_id: str) -> None:
+    async def leave(self, pool_id: str, /, worker_id: str) -> None:
         """Remove a worker, missing or not, from the pool. A worker that is not on the pool is no
         error. Raises WorkerNotEmpty if it still holds or waits."""
 
-    async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
+    async def heartbeat(self, pool_id: str, /, worker_id: str) -> Heartbeat:
         """Return whether the worker is fenced, and the demands on its holders, in order, running
         and detached alike. Raises Recovering if the worker is missing and should reassert."""
 
     async def allocate(
         self,
         pool_id: str,
+        /,
         holder_id: str,
         worker_id: str,
         order: int,
@@ -192,10 +193,10 @@ class BlockStore(Protocol):
         that asks again gets the first `num_blocks` blocks that the holder acquired.
         """
 
-    async def withdraw(self, pool_id: str, holder_id: str) -> None:
+    async def withdraw(self, pool_id: str, /, holder_id: str) -> None:
         """End a holder's wait. A holder that does not wait is no error."""
 
-    async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
+    async def extend(self, pool_id: str, /, worker_id: str, growths: Sequence[Growth]) -> Extension:
         """Grow running holders, lowest `order` first (equal orders as given); each holder gets all
         of its blocks or none.
 
@@ -212,18 +213,18 @@ class BlockStore(Protocol):
         """
 
     async def commit(
-        self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
+        self, pool_id: str, /, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
         """Publish finished blocks in the prefix index, all or none. Returns for each block whether
         it is now indexed under its hash; if the index has another block, this one stays private. A
         call names a block once. Raises StaleHolder, or NotHeld if the holder does not hold one of
         the blocks, or a block has another hash."""
 
-    async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
+    async def retract(self, pool_id: str, /, block_id: int, prefix_hash: PrefixHash) -> None:
         """Remove a wrong entry from the index: a cached block becomes free, a held one becomes free
         on its last release. An entry that does not exist is no error."""
 
-    async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
+    async def detach(self, pool_id: str, /, holder_id: str, epoch: int) -> int:
         """Make a running holder claimable: epoch + 1, same worker. No step may be in flight. Raises
         StaleHolder, also if `epoch` is even. A repeated call gets the same answer until the holder
         is claimed."""
@@ -231,6 +232,7 @@ class BlockStore(Protocol):
     async def claim(
         self,
         pool_id: str,
+        /,
         holder_id: str,
         epoch: int,
         worker_id: str,
@@ -241,13 +243,13 @@ class BlockStore(Protocol):
         was claimed by another worker, and NotHeld if it does not hold one of `block_ids`."""
 
     async def give_back(
-        self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
+        self, pool_id: str, /, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
         """Drop a holder's references to `block_ids`, from the last acquired to the first, in
         whatever order they are given. Blocks that it does not hold are no error."""
 
     async def release(
-        self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
+        self, pool_id: str, /, holder_id: str, epoch: int, comes_back: bool = False
     ) -> None:
         """Drop all of a holder's references and forget it; its id is never used again. A repeated
         call at the same epoch is no error while the tombstone lasts. Raises StaleHolder if the
@@ -260,6 +262,7 @@ class BlockStore(Protocol):
     async def retain(
         self,
         pool_id: str,
+        /,
         owner: str,
         name: str,
         ttl_ms: int,
@@ -276,34 +279,34 @@ class BlockStore(Protocol):
         retain a hash is charged for it. Retaining a hash, and
         the end of its last retention, count as a use of its block."""
 
-    async def end_retention(self, pool_id: str, owner: str, name: str) -> bool:
+    async def end_retention(self, pool_id: str, /, owner: str, name: str) -> bool:
         """End a retention; returns whether there was one."""
 
-    async def retentions(self, pool_id: str, with_hashes: bool = False) -> tuple[Retention, ...]:
+    async def retentions(self, pool_id: str, /, with_hashes: bool = False) -> tuple[Retention, ...]:
         """Return the retentions, sorted by owner and name; those whose time has passed may be among
         them. With `with_hashes`, one that was made meanwhile may lack its hashes."""
 
-    async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
+    async def match(self, pool_id: str, /, hashes: Sequence[PrefixHash]) -> int:
         """Return how many leading `hashes` are in the index. Changes nothing, not even the order of
         eviction."""
 
-    async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
+    async def holders(self, pool_id: str, /) -> tuple[HolderInfo, ...]:
         """Return all holders, in order. Raises Recovering while not all are known."""
 
-    async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
+    async def holder_page(self, pool_id: str, /, first: int, limit: int) -> tuple[HolderInfo, ...]:
         """Return up to `limit` holders from number `first` on, in an order that is stable while
         no holder comes or goes. Raises Recovering."""
 
-    async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
+    async def held_blocks(self, pool_id: str, /, holder_id: str) -> frozenset[int]:
         """Return the blocks that a holder holds now; none if there is no such holder (or pool)."""
 
-    async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
+    async def block_infos(self, pool_id: str, /, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
         """Return what the ledger has about each of these blocks, for observers: the answer is not
         atomic, so a block that changes meanwhile may be shown wrongly."""
 
-    async def stats(self, pool_id: str) -> PoolStats: ...
+    async def stats(self, pool_id: str, /) -> PoolStats: ...
 
-    async def reap(self, pool_id: str, worker_id: str) -> int:
+    async def reap(self, pool_id: str, /, worker_id: str) -> int:
         """Release everything that a dead worker held or waited for, the last holder in order first,
         remove the worker from the pool, and return the number of its holders. A worker that is not
         on the pool is no error (0). In both cases the name can no longer join. Raises LeaseHeld if
@@ -324,21 +327,21 @@ class BlockStore(Protocol):
         or UnknownWorker if the worker was fenced or reaped before. A call to a pool that is not
         recovering changes nothing."""
 
-    async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
+    async def restore(self, pool_id: str, /, first: int, contents: Sequence[Content]) -> None:
         """Account for the blocks from `first` on. Finished blocks are indexed and, without a
         holder, cached; other blocks without a holder are free; each quarantine also holds the
         private ones. Raises Recovering if workers are missing, or blocks before `first` are not
         accounted for. A call to a pool that is not recovering changes nothing."""
 
-    async def reopen(self, pool_id: str) -> None:
+    async def reopen(self, pool_id: str, /) -> None:
         """End the recovery; blocks not accounted for count as never used. Raises Recovering if
         workers are missing, if a holder has a block that is not accounted for, or if there is a
         quarantine, which needs all blocks accounted for."""
 
-    async def audit(self, pool_id: str) -> AuditReport:
+    async def audit(self, pool_id: str, /) -> AuditReport:
         """Recount references from the ledger and compare them with counters, states and index."""
 
-    async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
+    async def wait_for_room(self, pool_id: str, /, timeout_s: float) -> None:
         """Return when blocks of the pool were freed, or after the timeout. It may also return when
         a wait ended, or when an announcement may have been missed."""
 

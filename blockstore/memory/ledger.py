@@ -26,6 +26,7 @@ from blockstore.memory.waiters import Waiter
 from blockstore.records import (
     Allocation,
     Asserted,
+    BlockInfo,
     Claim,
     Content,
     Extension,
@@ -37,6 +38,7 @@ from blockstore.records import (
     PoolStats,
     PrefixHash,
     Retained,
+    Retention,
     Wait,
 )
 from blockstore.store import QUARANTINE
@@ -284,6 +286,21 @@ class Ledger(LedgerState):
     def holder_infos(self) -> tuple[HolderInfo, ...]:
         self.rebuilding.require_over()
         return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.sort_key))
+
+    def held_blocks(self, holder_id: str) -> frozenset[int]:
+        holder = self.holders.get(holder_id)
+        return frozenset(holder.held) if holder else frozenset()
+
+    def block_infos(self, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
+        blocks = self.blocks
+        ranks = {block_id: rank for rank, block_id in enumerate((*blocks.cached, *blocks.kept))}
+        return tuple(
+            BlockInfo(each, blocks.refs.get(each, 0), blocks.hash_of.get(each), ranks.get(each))
+            for each in block_ids
+        )
+
+    def retention_records(self, with_hashes: bool = False) -> tuple[Retention, ...]:
+        return self.retentions.records(self.blocks, with_hashes)
 
     def stats(self) -> PoolStats:
         return PoolStats(
