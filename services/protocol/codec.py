@@ -6,27 +6,14 @@ they know the deployment's secret.
 """
 
 import math
-from dataclasses import fields
 from itertools import pairwise
 
 from blockstore.registry import Load
-from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
-from services.protocol.fields import FINISH_REASONS, require, to_fields, values
-from services.protocol.logprobs import Logprobs
+from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from services.protocol.fields import FINISH_REASONS, from_wire, require, to_fields
 from services.protocol.messages import LoadReport
 from services.protocol.sampling_codec import sampling_from_wire
-from services.protocol.ticket import (
-    MAX_SEQUENCES,
-    Adapter,
-    BeamState,
-    FinishReason,
-    Hypothesis,
-    Swapped,
-    SwappedTable,
-    Ticket,
-    TicketSequence,
-    TicketState,
-)
+from services.protocol.ticket import MAX_SEQUENCES, FinishReason, Ticket, TicketState
 from services.runtime.tracing.context import MAX_TRACEPARENT_CHARS
 
 ROOT_HASH_BYTES = 16
@@ -36,13 +23,6 @@ MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 320
 """The client's id has at most 256 characters; the gateway adds the others."""
-
-_CONVERTED = {"prompt_token_ids", "sampling", "sequences", "swapped", "beams", "adapter"}
-_PLAIN_OF_TICKET = {field.name for field in fields(Ticket)} - _CONVERTED
-_PLAIN_OF_STATE = {field.name for field in fields(TicketState)} - _CONVERTED
-_ADAPTER = ("name", "path", "digest")
-_LOAD = tuple(field.name for field in fields(Load))
-"""Each tuple names fields that are equal in the dataclass and in the message."""
 
 
 def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
@@ -64,59 +44,19 @@ def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
     indices = [sequence.index for sequence in message.sequences]
     require(indices == sorted(set(indices)), "sequence indices are not ascending")
     require(indices[-1] < MAX_SEQUENCES, f"a sequence has index {indices[-1]}")
-    return Ticket(
-        **values(message, _PLAIN_OF_TICKET),
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=sampling_from_wire(message),
-        sequences=tuple(_checked_sequence(s, num_prompt_tokens) for s in message.sequences),
-        swapped=_checked_swapped(message) if message.HasField("swapped") else None,
-        beams=_checked_beams(message),
-        adapter=_adapter_from_wire(message),
-    )
+    for sequence in message.sequences:
+        _check_sequence(sequence, num_prompt_tokens)
+    _check_beams(message)
+    if message.HasField("swapped"):
+        _check_swapped(message)
+    for name in ("name", "path", "digest") if message.HasField("adapter") else ():
+        value = getattr(message.adapter, name)
+        require(0 < len(value) <= MAX_PATH_CHARS, f"adapter.{name} has {len(value)} characters")
+    return from_wire(Ticket, message, sampling=sampling_from_wire(message))
 
 
 def state_to_wire(state: TicketState) -> ticket_pb2.TicketState:
     return ticket_pb2.TicketState(**to_fields(state.state))
-
-
-def state_from_wire(message: ticket_pb2.TicketState) -> TicketState:
-    return TicketState(
-        **values(message, _PLAIN_OF_STATE),
-        sequences=tuple(map(_sequence, message.sequences)),
-        swapped=_swapped(message.swapped) if message.HasField("swapped") else None,
-        beams=_beams(message.beams) if message.HasField("beams") else None,
-    )
-
-
-def _sequence(message: ticket_pb2.TicketSequence) -> TicketSequence:
-    return TicketSequence(
-        message.index,
-        tuple(message.token_ids),
-        tuple(message.block_ids),
-        message.num_computed_tokens,
-    )
-
-
-def _swapped(message: ticket_pb2.Swapped) -> Swapped:
-    tables = tuple(SwappedTable(one.index, tuple(one.block_ids)) for one in message.tables)
-    return Swapped(message.pool_id, message.holder_id, message.holder_epoch, tables)
-
-
-def _beams(message: ticket_pb2.BeamState) -> BeamState:
-    finished = (
-        Hypothesis(tuple(one.token_ids), one.score, FINISH_REASONS.members[one.finish_reason])
-        for one in message.finished
-    )
-    return BeamState(tuple(message.scores), tuple(finished))
-
-
-def _adapter_from_wire(message: ticket_pb2.Ticket) -> Adapter | None:
-    if not message.HasField("adapter"):
-        return None
-    for name in _ADAPTER:
-        value = getattr(message.adapter, name)
-        require(0 < len(value) <= MAX_PATH_CHARS, f"adapter.{name} has {len(value)} characters")
-    return Adapter(**values(message.adapter, _ADAPTER))
 
 
 def check_request_id(request_id: str) -> None:
@@ -131,32 +71,22 @@ def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason |
     return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 
-def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
-    return Logprobs(
-        message.logprob,
-        message.rank,
-        tuple(message.top_token_ids),
-        tuple(message.top_logprobs),
-    )
-
-
 def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(**to_fields(report.load), draining=report.draining)
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
-    load = Load(**values(message, _LOAD))
-    return LoadReport(load, message.draining)
+    return LoadReport(from_wire(Load, message), message.draining)
 
 
-def _checked_beams(message: ticket_pb2.Ticket) -> BeamState | None:
-    """Check and convert the state of a beam search. The ticket's sequences must be the beams that
+def _check_beams(message: ticket_pb2.Ticket) -> None:
+    """Check the state of a beam search. The ticket's sequences must be the beams that
     have not finished."""
     if not message.HasField("beams"):
         begun = len(message.sequences) > 1 or any(one.token_ids for one in message.sequences)
         is_search = message.sampling.HasField("beam")
         require(not (is_search and begun), "a search has begun, and beams is missing")
-        return None
+        return
     beams, width = message.beams, message.sampling.beam.width
     scores = tuple(beams.scores)
     require(len(beams.finished) <= width, f"{len(beams.finished)} finished of {width} beams")
@@ -175,10 +105,9 @@ def _checked_beams(message: ticket_pb2.Ticket) -> BeamState | None:
     longest = max((len(one.token_ids) for one in beams.finished), default=0)
     most = message.sampling.max_tokens
     require(longest <= most, f"a hypothesis of {longest} tokens, of {most} at most")
-    return _beams(beams)
 
 
-def _checked_sequence(message: ticket_pb2.TicketSequence, num_prompt_tokens: int) -> TicketSequence:
+def _check_sequence(message: ticket_pb2.TicketSequence, num_prompt_tokens: int) -> None:
     num_tokens = num_prompt_tokens + len(message.token_ids)
     require(
         message.num_computed_tokens <= num_tokens,
@@ -188,12 +117,11 @@ def _checked_sequence(message: ticket_pb2.TicketSequence, num_prompt_tokens: int
         bool(message.block_ids) or message.num_computed_tokens == 0,
         "computed tokens, but no blocks",
     )
-    return _sequence(message)
 
 
-def _checked_swapped(message: ticket_pb2.Ticket) -> Swapped:
-    _check_holder(message.swapped)
-    swapped = _swapped(message.swapped)
+def _check_swapped(message: ticket_pb2.Ticket) -> None:
+    swapped = message.swapped
+    _check_holder(swapped)
     with_blocks = any(sequence.block_ids for sequence in message.sequences)
     require(not with_blocks, "swapped out, but with blocks")
     require(bool(swapped.pool_id), "swapped out to nowhere")
@@ -204,7 +132,6 @@ def _checked_swapped(message: ticket_pb2.Ticket) -> Swapped:
     wanted = {sequence.index for sequence in message.sequences}
     is_whole = bool(wanted) and wanted.issubset(indices)
     require(is_whole, "not all sequences were swapped out")
-    return swapped
 
 
 def _check_holder(message: ticket_pb2.Ticket | ticket_pb2.Swapped) -> None:

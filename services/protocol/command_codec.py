@@ -9,13 +9,12 @@ from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.protocol.codec import check_request_id, ticket_from_wire
-from services.protocol.fields import POOLING_MODES, to_fields
+from services.protocol.fields import from_wire, to_fields
 from services.protocol.messages import (
     Abort,
     Admit,
     Command,
     HandOver,
-    Pooling,
     Reserve,
     Resume,
     Submit,
@@ -32,6 +31,7 @@ _MESSAGES: dict[type[Command], tuple[str, type[Message]]] = {
     Resume: ("resume", decode_pb2.Resume),
 }
 """The field of a request that carries each command, and its message."""
+_KINDS = {name: kind for kind, (name, _) in _MESSAGES.items()}
 
 
 def command_to_wire(command: Command) -> dict[str, Message]:
@@ -42,28 +42,13 @@ def command_to_wire(command: Command) -> dict[str, Message]:
 
 def command_from_wire(request: Any) -> Command:
     """The command in a request to a worker."""
-    match request.WhichOneof("command"):
-        case "reserve":
-            reserve = request.reserve
-            check_request_id(reserve.request_id)
-            return Reserve(reserve.request_id, reserve.attempt, reserve.num_sequences)
-        case "admit":
-            return Admit(ticket_from_wire(request.admit.ticket))
-        case "submit":
-            submit = request.submit
-            asks = submit.HasField("prompt_logprobs")
-            num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
-            mode = POOLING_MODES.members.get(submit.pooling.mode)
-            pooling = None if mode is None else Pooling(mode, submit.pooling.dimensions)
-            return Submit(ticket_from_wire(submit.ticket), num_top, pooling)
-        case "abort":
-            abort = request.abort
-            index = abort.index if abort.HasField("index") else None
-            return Abort(abort.request_id, abort.attempt, index)
-        case "hand_over":
-            return HandOver(request.hand_over.request_id, request.hand_over.attempt)
-        case "resume":
-            resume = request.resume
-            check_request_id(resume.request_id)
-            return Resume(resume.request_id, resume.attempt, resume.digest)
-    raise InvalidRequest("an unknown command, or a second hello")
+    name = request.WhichOneof("command")
+    if name not in _KINDS:
+        raise InvalidRequest("an unknown command, or a second hello")
+    kind, message = _KINDS[name], getattr(request, name)
+    if kind in (Admit, Submit):
+        if kind is Submit:
+            num_top_from_wire(message.prompt_logprobs)
+        return from_wire(kind, message, ticket=ticket_from_wire(message.ticket))
+    check_request_id(message.request_id)
+    return from_wire(kind, message)

@@ -6,13 +6,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, logprobs_pb2, prefill_pb2, ticket_pb2, worker_pb2
-from services.protocol.codec import (
-    load_from_wire,
-    logprobs_from_wire,
-    state_from_wire,
-    state_to_wire,
-)
-from services.protocol.fields import FINISH_REASONS, REQUEUE_REASONS, to_fields
+from services.protocol.codec import load_from_wire, state_to_wire
+from services.protocol.fields import FINISH_REASONS, REQUEUE_REASONS, from_wire, to_fields
+from services.protocol.logprobs import Logprobs
 from services.protocol.messages import (
     AwaitsBlocks,
     Began,
@@ -26,6 +22,7 @@ from services.protocol.messages import (
     Step,
     WorkerEvent,
 )
+from services.protocol.ticket import TicketState
 
 Fields = dict[str, Message]
 """One field of a response message, by its name."""
@@ -38,6 +35,8 @@ _MESSAGES: dict[type[WorkerEvent], tuple[str, type[Message]]] = {
     DrainNotice: ("draining", worker_pb2.Draining),
 }
 """The field of a response that carries each event, and its message."""
+_KINDS: dict[str, Any] = {name: kind for kind, (name, _) in _MESSAGES.items()}
+_KINDS["prefilled"] = Prefilled
 
 
 def event_to_wire(event: WorkerEvent) -> Fields:
@@ -67,36 +66,14 @@ def events_from_wire(message: Any) -> Iterator[Event]:
     match message.WhichOneof("event"):
         case "step":
             yield from map(_output_from_wire, message.step.outputs)
-        case "prefilled":
-            prefilled = message.prefilled
-            yield Prefilled(
-                state_from_wire(prefilled.ticket),
-                tuple(map(_output_from_wire, prefilled.outputs)),
-                tuple(map(logprobs_from_wire, prefilled.prompt_logprobs)),
-                tuple(prefilled.embedding),
-            )
-        case "reserved":
-            reserved = message.reserved
-            yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
-        case "began":
-            began = message.began
-            yield Began(began.request_id, began.attempt, began.num_cached_tokens)
-        case "awaits_blocks":
-            waits = message.awaits_blocks
-            yield AwaitsBlocks(
-                *(waits.request_id, waits.attempt, waits.num_needed, waits.num_available)
-            )
-        case "failed":
-            failed = message.failed
-            yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
         case "requeue":
-            state = state_from_wire(message.requeue.ticket)
+            state = from_wire(TicketState, message.requeue.ticket)
             reason = REQUEUE_REASONS.members[message.requeue.reason]
             yield Requeued(*state.key, reason, state if state.sequences else None)
         case "load":
             yield load_from_wire(message.load)
-        case "draining":
-            yield DrainNotice(message.draining.num_running)
+        case str(name) if name in _KINDS:
+            yield from_wire(_KINDS[name], getattr(message, name))
 
 
 def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
@@ -116,6 +93,7 @@ def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
 
 
 def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
+    """As `from_wire` does, in less time: a gateway reads one for each token."""
     finish = output.finish_reason
     return Generated(
         output.request_id,
@@ -124,7 +102,7 @@ def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
         output.position,
         tuple(output.token_ids),
         FINISH_REASONS.members[finish] if finish else None,
-        tuple(map(logprobs_from_wire, output.logprobs)),
+        tuple(from_wire(Logprobs, each) for each in output.logprobs),
         output.score if output.HasField("score") else None,
         output.num_drafts,
         output.num_accepted,

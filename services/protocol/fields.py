@@ -1,9 +1,12 @@
-"""Copies dataclasses to messages field by field, for the codecs; checks received fields."""
+"""Copies dataclasses to messages and back, field by field, for the codecs; checks what came."""
 
-from collections.abc import Iterable
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from functools import cache
+from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
@@ -11,7 +14,11 @@ from services.protocol.messages import PoolingMode, RequeueReason
 from services.protocol.ticket import EarlyStopping, FinishReason, SamplingParams, Ticket
 from services.runtime.errors import InvalidRequest
 
+D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
+
+Read = Callable[[Any], Any]
+"""Reads the value of one field from a message."""
 
 
 class WireEnum(Generic[E]):
@@ -35,12 +42,12 @@ REQUEUE_REASONS = WireEnum(RequeueReason, worker_pb2.Requeue.Reason, "REASON_")
 EARLY_STOPPING = WireEnum(EarlyStopping, sampling_pb2.EarlyStopping, "EARLY_STOPPING_")
 STRUCTURE_KINDS = WireEnum(StructureKind, sampling_pb2.StructureKind, "STRUCTURE_KIND_")
 POOLING_MODES = WireEnum(PoolingMode, prefill_pb2.Pooling.Mode, "MODE_")
-_NUMBERS: dict[Any, int] = {
-    **FINISH_REASONS.numbers,
-    **REQUEUE_REASONS.numbers,
-    **EARLY_STOPPING.numbers,
-    **STRUCTURE_KINDS.numbers,
-    **POOLING_MODES.numbers,
+_ENUMS: dict[Any, WireEnum[Any]] = {
+    FinishReason: FINISH_REASONS,
+    RequeueReason: REQUEUE_REASONS,
+    EarlyStopping: EARLY_STOPPING,
+    StructureKind: STRUCTURE_KINDS,
+    PoolingMode: POOLING_MODES,
 }
 
 
@@ -60,12 +67,49 @@ def to_fields(value: Any) -> dict[str, Any]:
 
 def _to_wire(value: Any) -> Any:
     if isinstance(value, Enum):
-        return _NUMBERS[value]
+        return _ENUMS[type(value)].numbers[value]
     if is_dataclass(value):
         return to_fields(value)
     if isinstance(value, tuple) and value and is_dataclass(value[0]):
         return list(map(to_fields, value))
     return value
+
+
+def from_wire(kind: type[D], message: Any, **converted: object) -> D:
+    """The dataclass of a message that has fields of these names; `converted` are its other fields.
+    A field that the message does not have is None where the dataclass allows it. Raises
+    InvalidRequest if the number of an enum is unknown."""
+    readers = _readers(kind).items()
+    return kind(
+        **{name: read(message) for name, read in readers if name not in converted}, **converted
+    )
+
+
+@cache
+def _readers(kind: Any) -> dict[str, Read]:
+    hints = get_type_hints(kind)
+    return {field.name: _reader(field.name, hints[field.name]) for field in fields(kind)}
+
+
+def _reader(name: str, hint: Any) -> Read:
+    """What reads a field of this type."""
+    get = attrgetter(name)
+    if isinstance(hint, UnionType):
+        (given,) = (each for each in get_args(hint) if each is not NoneType)
+        read, is_enum = _reader(name, given), given in _ENUMS
+        return lambda message: (
+            read(message) if (get(message) if is_enum else message.HasField(name)) else None
+        )
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        if is_dataclass(item):
+            return lambda message: tuple(from_wire(item, each) for each in get(message))
+        return lambda message: tuple(get(message))
+    if is_dataclass(hint):
+        return lambda message: from_wire(hint, get(message))
+    if hint in _ENUMS:
+        return lambda message: _ENUMS[hint].member(get(message), name)
+    return get
 
 
 def values(source: object, names: Iterable[str]) -> dict[str, Any]:

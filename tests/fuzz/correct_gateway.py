@@ -8,8 +8,9 @@ from typing import Any
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.engine.batch import Draw
-from services.protocol.codec import state_from_wire, ticket_to_wire
-from services.protocol.ticket import BeamParams, Ticket, TicketSequence
+from services.protocol.codec import ticket_to_wire
+from services.protocol.fields import from_wire
+from services.protocol.ticket import BeamParams, Ticket, TicketSequence, TicketState
 from tests.fuzz.hostile_gateway import CORRECT_PROMPT
 from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
@@ -67,7 +68,7 @@ class Gateway:
         self._prefill.send(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
         await self._workers.until(lambda: len(self._prefill.events_of("prefilled")) > num_before)
         issued = self._prefill.events_of("prefilled")[-1].ticket
-        return self._asked.with_state(state_from_wire(issued))
+        return self._asked.with_state(from_wire(TicketState, issued))
 
     async def decode(self, detached: Ticket, *, to_the_end: bool) -> Ticket:
         """Decode until there is a new token, or the answer is complete. Returns the ticket that
@@ -116,7 +117,7 @@ class Gateway:
     async def back(self) -> Ticket:
         """The last ticket that the decode worker returned."""
         await self._workers.until(lambda: bool(self._decodes[-1].events_of("requeue")))
-        return self._asked.with_state(state_from_wire(self._last_requeue.ticket))
+        return self._asked.with_state(from_wire(TicketState, self._last_requeue.ticket))
 
     async def _resume(self) -> None:
         """Another gateway takes over the request of a lost one."""

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from blockstore.memory_store import MemoryStore
 from quire.v1 import prefill_pb2
-from services.protocol.codec import state_from_wire, ticket_to_wire
-from services.protocol.ticket import Ticket
+from services.protocol.codec import ticket_to_wire
+from services.protocol.fields import from_wire
+from services.protocol.ticket import Ticket, TicketState
 from services.worker.requests import holder_writes
 from tests.fuzz.correct_gateway import CORRECT_REQUESTS, NUM_TOKENS, Answer, Gateway, expected_of
 from tests.fuzz.hostile_gateway import (
@@ -90,7 +91,7 @@ async def run_attack(
         await workers.until(lambda: len(streams[0].events_of("prefilled")) == len(OWN_TICKETS))
         of = {one.request_id: name for name, one in OWN_TICKETS.items()}
         for prefilled in streams[0].events_of("prefilled"):
-            name, state = of[prefilled.ticket.request_id], state_from_wire(prefilled.ticket)
+            name, state = of[prefilled.ticket.request_id], from_wire(TicketState, prefilled.ticket)
             tickets[f"issued {name}"] = ticket_to_wire(OWN_TICKETS[name].with_state(state))
 
         async def attack(commands: Sequence[ForgedCommand]) -> None:

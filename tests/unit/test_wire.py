@@ -17,11 +17,10 @@ from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure, 
 from services.protocol.codec import (
     load_from_wire,
     load_to_wire,
-    logprobs_from_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
-from services.protocol.fields import to_fields
+from services.protocol.fields import from_wire, to_fields
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import LoadReport
 from services.protocol.ticket import (
@@ -309,4 +308,4 @@ def logprobs(draw: st.DrawFn) -> Logprobs:
 @given(logprobs())
 def test_logprobs_come_back(logprobs: Logprobs) -> None:
     message = LogprobsMessage.FromString(LogprobsMessage(**to_fields(logprobs)).SerializeToString())
-    assert logprobs_from_wire(message) == logprobs
+    assert from_wire(Logprobs, message) == logprobs

@@ -12,7 +12,8 @@ from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
-from services.protocol.codec import state_from_wire, ticket_to_wire
+from services.protocol.codec import ticket_to_wire
+from services.protocol.fields import from_wire
 from services.protocol.ticket import Ticket, TicketState
 from services.runtime.errors import QuireError, Unavailable
 from services.runtime.logging import get_logger
@@ -120,7 +121,7 @@ class Movers:
             while message.copying:
                 message = await self._message(call, proof)
             is_kept = message.HasField("ticket")
-            return state_from_wire(message.ticket) if is_kept else None
+            return from_wire(TicketState, message.ticket) if is_kept else None
         except aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError as error:

@@ -12,8 +12,9 @@ import pytest
 from quire.v1 import mover_pb2 as pb
 from services.mover import service as services
 from services.mover.service import MoverService
-from services.protocol.codec import state_from_wire, ticket_to_wire
-from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from services.protocol.codec import ticket_to_wire
+from services.protocol.fields import from_wire
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence, TicketState
 from services.runtime.errors import Unavailable
 
 TICKET = Ticket(
@@ -62,7 +63,7 @@ async def test_a_pull_that_takes_long_says_so_until_its_answer(mover: SlowMover)
     mover.answer.set_result(moved)
     answer = await anext(call)
     assert (answer.copying, answer.num_blocks) == (False, 1)
-    assert state_from_wire(answer.ticket) == moved.state
+    assert from_wire(TicketState, answer.ticket) == moved.state
     assert not mover.has_ended, "the ticket is the mover's until the call ends"
     await call.aclose()
     assert mover.has_ended
