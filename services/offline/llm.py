@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,12 +28,13 @@ from quire.types import (
 )
 from services.gateway import api
 from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.http.answering.formats import CHAT_FORMAT, Transcript
+from services.gateway.http.answering.formats import CHAT_FORMAT
 from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
 from services.gateway.http.scoring import scores_of
+from services.gateway.output.delta import Delta, joined
 from services.gateway.output.delta import TokenLogprobs as Reported
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
@@ -237,16 +237,14 @@ class LLM:
             ]
 
     async def _complete(self, request: GenerationRequest) -> Completion:
-        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
-        deltas = []
         async with self.engine.generate(replace(request, echo=True)) as stream:
-            async for delta in stream:
-                transcripts[delta.index].add(delta)
-                deltas.append(delta)
+            deltas = [delta async for delta in stream]
         prompt, usage = deltas[0].prompt, deltas[-1].usage
         assert prompt is not None
         assert usage is not None
-        choices = (_choice(*each, request.wants_parts) for each in sorted(transcripts.items()))
+        indices = sorted({delta.index for delta in deltas})
+        wholes = (joined([each for each in deltas if each.index == index]) for index in indices)
+        choices = (_choice(whole, request.wants_parts) for whole in wholes)
         return Completion(
             request_id=deltas[0].request_id,
             choices=tuple(choices),
@@ -346,19 +344,17 @@ def _requested(sampling: Sampling) -> RequestedSampling:
         raise InvalidRequest(text, "invalid_request") from error
 
 
-def _choice(index: int, transcript: Transcript, has_message: bool) -> Choice:
-    text, last = transcript.text, transcript.last
-    assert last is not None
-    assert last.finish_reason is not None
+def _choice(whole: Delta, has_message: bool) -> Choice:
+    assert whole.finish_reason is not None
     return Choice(
-        index=index,
-        text=text,
-        token_ids=tuple(transcript.token_ids),
-        finish_reason=last.finish_reason.value,
-        stopped_by=last.stopped_by,
-        logprobs=_logprobs(transcript.logprobs),
-        score=last.score,
-        message=CHAT_FORMAT.whole(text, transcript.parts)["message"] if has_message else None,
+        index=whole.index,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason.value,
+        stopped_by=whole.stopped_by,
+        logprobs=_logprobs(whole.logprobs),
+        score=whole.score,
+        message=CHAT_FORMAT.whole(whole.text, whole.parts)["message"] if has_message else None,
     )
 
 

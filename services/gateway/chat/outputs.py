@@ -9,7 +9,6 @@ from services.gateway.output.output import Meter, Output, RequestStats
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.rests import WriteRests
 from services.gateway.output.sequence import Sequence
-from services.gateway.output.text import Text
 from services.gateway.request.request import Request
 from services.gateway.workers.models.catalog import Model
 from services.model.text.detokenizer import Detokenizer
@@ -53,16 +52,12 @@ def _sequence(index: int, request: Request, asked: RequestedSampling, model: Mod
     detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
     if parsing is not None and skips:
         detokenizer = Detokenizer(model.message_pieces)
-    text = Text(
-        detokenizer,
-        StopMatcher(asked.stop, included=asked.include_stop_str_in_output),
-        min_tokens=sampling.min_tokens,
-        includes_end=asked.include_stop_str_in_output,
-    )
     return Sequence(
         index,
-        text,
+        detokenizer,
+        StopMatcher(asked.stop, included=asked.include_stop_str_in_output),
         frozenset(sampling.stop_token_ids),
         None if sampling.logprobs is None else model.tokenizer,
         MessageParser(parsing, f"{request.id}/{index}") if parsing else None,
+        min_tokens=sampling.min_tokens,
     )

@@ -1,7 +1,9 @@
 """The deltas that the client of a request gets, and the part of an answer that the client says it
 received before its stream broke."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from quire import types
 from services.gateway.output.parser.parts import Content, Part
@@ -71,3 +73,16 @@ class Delta:
     def message_parts(self) -> tuple[Part, ...]:
         """The parts of the message; its text if it is not parsed."""
         return (Content(self.text),) if self.parts is None else self.parts
+
+
+def joined(deltas: Sequence[Delta], prompt: PromptReport | None = None) -> Delta:
+    """All deltas of a sequence as one, with the report of its prompt."""
+    parts = tuple(chain.from_iterable(each.parts or () for each in deltas))
+    return replace(
+        deltas[-1],
+        token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
+        text="".join(each.text for each in deltas),
+        logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+        prompt=prompt,
+        parts=None if deltas[-1].parts is None else parts,
+    )

@@ -4,9 +4,9 @@ from services.gateway.output.delta import Delta, PromptReport, Received, TokenLo
 from services.gateway.output.logprob_text import with_text
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.parser.parts import Part, joined
-from services.gateway.output.text import Text
 from services.gateway.output.usage import RequestUsage
-from services.model.text.stop_strings import Scanned
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.stop_strings import Scanned, StopMatcher
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
@@ -23,16 +23,21 @@ class Sequence:
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
     the client sees. `stop_token_ids` are the request's, to report the one that ended the sequence.
     `tokenizer` adds the text to logprobs; None if the client did not ask for logprobs. `parser`
-    divides the text into the parts of a message; None if the client wants none.
+    divides the text into the parts of a message; None if the client wants none. No stop string ends the
+    sequence within its first `min_tokens` tokens. If stop strings are included in the text, so is
+    the token that ends the sequence.
     """
 
     def __init__(
         self,
         index: int,
-        text: Text,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
         stop_token_ids: frozenset[int],
         tokenizer: Tokenizer | None = None,
         parser: MessageParser | None = None,
+        *,
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self.tokens: list[int] = []
@@ -42,7 +47,11 @@ class Sequence:
         self.score: float | None = None
         """The beam search's score; None for other requests."""
         self._num_reasoning_tokens = 0
-        self._text = text
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._num_chars = self._num_pushed = 0
+        """Characters and tokens that became text, shown or not."""
         self._stop_token_ids = stop_token_ids
         self._tokenizer = tokenizer
         self._parser = parser
@@ -105,14 +114,14 @@ class Sequence:
         self.tokens.extend(token_ids)
         self.worker_finish = finish
         num_taken = len(token_ids)
-        hides_last = finish is FinishReason.STOP and not self._text.includes_end
+        hides_last = finish is FinishReason.STOP and not self._stops.included
         num_shown = num_taken - hides_last
         for position, token_id in enumerate(token_ids[:num_shown], 1):
-            offsets.append(self._text.num_chars)
+            offsets.append(self._num_chars)
             if self._push(token_id):
                 num_taken = position
                 break
-        offsets += [self._text.num_chars] * (num_taken - len(offsets))
+        offsets += [self._num_chars] * (num_taken - len(offsets))
         self._unread_ids.extend(token_ids[:num_taken])
         self._buffer_logprobs(logprobs[:num_taken], offsets)
         if finish is not None and not self.has_ended:
@@ -159,12 +168,19 @@ class Sequence:
     def _push(self, token_id: int) -> bool:
         """Add the text of a token. True: a stop string ended the sequence."""
         parser = self._parser
+        self._num_pushed += 1
+        scanned = self._scan(self._detokenizer.push((token_id,)))
         if parser is None:
-            return self._add_text(self._text.push(token_id))
+            return self._add_text(scanned)
         was_in_reasoning = parser.is_in_reasoning
-        has_ended = self._add_text(self._text.push(token_id))
+        has_ended = self._add_text(scanned)
         self._num_reasoning_tokens += was_in_reasoning and parser.is_in_reasoning
         return has_ended
+
+    def _scan(self, text: str) -> Scanned:
+        """The text that is certain now, and the stop string that it completes, if any."""
+        self._num_chars += len(text)
+        return self._stops.push(text, may_end=self._num_pushed > self._min_tokens)
 
     def _add_text(self, scanned: Scanned) -> bool:
         """Add to the client's text. True: a stop string ended the sequence."""
@@ -181,8 +197,9 @@ class Sequence:
     def _finish(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
         """End the sequence as the worker says, with the text that was held back; if that text
         completes a stop string, the stop string ends it instead."""
-        if self._add_text(self._text.flush()):
+        if self._add_text(self._scan(self._detokenizer.flush())):
             return
+        self._add_text(Scanned(self._stops.flush()))
         self._finish_parts()
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None

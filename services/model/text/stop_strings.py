@@ -27,7 +27,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         if "" in stops:
             raise InvalidRequest("a stop string is empty")
-        self._included = included
+        self.included = included
         # Longest first: `_advance` returns the first complete one.
         self._trackers = [_Tracker(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._held = ""
@@ -42,8 +42,8 @@ class StopMatcher:
             stop = self._advance(char, may_end)
             if stop is not None:
                 self._held = ""
-                return Scanned(seen[: end if self._included else end - len(stop)], stop)
-        num_held = 0 if self._included else max(t.num_matched for t in self._trackers)
+                return Scanned(seen[: end if self.included else end - len(stop)], stop)
+        num_held = 0 if self.included else max(t.num_matched for t in self._trackers)
         certain = len(seen) - num_held
         self._held = seen[certain:]
         return Scanned(seen[:certain])

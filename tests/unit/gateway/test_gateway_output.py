@@ -11,7 +11,6 @@ from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.output.sequence import Sequence
-from services.gateway.output.text import Text
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
 from services.model.text.stop_strings import StopMatcher
@@ -52,15 +51,12 @@ def make(
     sequences = [
         Sequence(
             index,
-            Text(
-                Detokenizer(Pieces(BYTES, BYTES)),
-                StopMatcher(stops, included=includes_end),
-                min_tokens=min_tokens,
-                includes_end=includes_end,
-            ),
+            Detokenizer(Pieces(BYTES, BYTES)),
+            StopMatcher(stops, included=includes_end),
             frozenset(stop_token_ids),
             tokenizer,
             None if parsing is None else MessageParser(parsing, "seed"),
+            min_tokens=min_tokens,
         )
         for index in range(num_sequences)
     ]

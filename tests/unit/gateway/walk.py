@@ -13,7 +13,6 @@ from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import Output, RequestStats
 from services.gateway.output.sequence import Sequence
-from services.gateway.output.text import Text
 from services.gateway.request import sending, worker_events
 from services.gateway.request.events import Holders
 from services.gateway.request.pulling import Pull
@@ -107,7 +106,7 @@ def output_of(request: Request) -> Output:
     sequences = [
         Sequence(
             index,
-            Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(asked.stop)),
+            *(Detokenizer(Pieces(pieces, pieces)), StopMatcher(asked.stop)),
             frozenset(),
         )
         for index in range(asked.n)

@@ -12,7 +12,6 @@ from services.gateway.http.answering.formats import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
     AnswerFormat,
-    Transcript,
     choice_json,
     metrics_json,
     usage_json,
@@ -26,7 +25,7 @@ from services.gateway.http.answering.logprobs import (
 from services.gateway.http.answering.sending import COMMENT
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.failures import error_body
-from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs, joined
 from services.gateway.output.parser.parts import Part, Reasoning
 from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
@@ -55,30 +54,33 @@ class Answer:
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
-        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
+        gained: defaultdict[int, list[Delta]] = defaultdict(list)
         prompts: dict[int, PromptReport] = {}
         usages: list[RequestUsage] = []
         async with aclosing(deltas):
             async for number, delta in deltas:
-                transcripts[self._index(number, delta)].add(delta)
+                gained[self._index(number, delta)].append(delta)
                 if delta.prompt is not None:
                     prompts[number] = delta.prompt
                 if delta.usage is not None:
                     usages.append(delta.usage)
-        for index, transcript in transcripts.items():
-            transcript.prompt = prompts.get(index // self.body.num_choices)
-        in_order = sorted(transcripts.items())
+        whole = {
+            index: replace(
+                joined(gained[index]), prompt=prompts.get(index // self.body.num_choices)
+            )
+            for index in sorted(gained)
+        }
         choices = [
             self._choice(
                 index,
-                transcript,
-                self.format.whole(self._text(transcript), self._message_parts(transcript)),
-                self._num_echoed(transcript.prompt),
+                delta,
+                self.format.whole(self._text(delta), self._message_parts(delta)),
+                self._num_echoed(delta.prompt),
             )
-            for index, transcript in in_order
+            for index, delta in whole.items()
         ]
         answer = self._envelope(self.format.kind, choices)
-        self._add_prompt_logprobs(answer, [transcript.prompt for _, transcript in in_order])
+        self._add_prompt_logprobs(answer, [delta.prompt for delta in whole.values()])
         return {**answer, "usage": self._usage(usages), **self._metrics(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
@@ -93,13 +95,14 @@ class Answer:
                         yield part
                 if delta.prompt is not None:
                     prompts[number] = delta.prompt
-                index, transcript = self._index(number, delta), Transcript()
-                transcript.add(delta)
-                transcript.prompt = None if index in num_echoed else prompts.get(number)
-                num_echoed.setdefault(index, self._num_echoed(transcript.prompt))
+                index = self._index(number, delta)
+                prompt = None if index in num_echoed else prompts.get(number)
+                if delta.prompt is not prompt:
+                    delta = replace(delta, prompt=prompt)
+                num_echoed.setdefault(index, self._num_echoed(prompt))
                 if delta.usage is not None:
                     usages[number] = delta.usage
-                choices = self._choices(index, transcript, num_echoed[index])
+                choices = self._choices(index, delta, num_echoed[index])
                 parts = [self._part([choice], usages.values()) for choice in choices]
                 if parts and not self.body.include_usage:
                     parts[-1] |= self._metrics(usages.values())
@@ -134,12 +137,14 @@ class Answer:
         for index in range(self.body.num_prompts * self.body.num_choices):
             yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
-    def _choices(self, index: int, gained: Transcript, num_echoed: int) -> list[JSON]:
+    def _choices(self, index: int, gained: Delta, num_echoed: int) -> list[JSON]:
         """The choice in each part of a stream for a delta; none if the delta says nothing."""
         contents = self.format.deltas(self._text(gained), self._message_parts(gained))
-        ends = gained.last is not None and gained.last.finish_reason is not None
         if not contents and not (
-            ends or gained.logprobs or self.body.return_token_ids or self.body.running_usage
+            gained.finish_reason
+            or gained.logprobs
+            or self.body.return_token_ids
+            or self.body.running_usage
         ):
             return []
         *early, last = contents or [{"delta": {}}]
@@ -147,26 +152,26 @@ class Answer:
         choices = [choice_json(index, content, None, ids, None) for content in early]
         return [*choices, self._choice(index, gained, last, num_echoed)]
 
-    def _text(self, gained: Transcript) -> str:
+    def _text(self, gained: Delta) -> str:
         """The generated text that the client gets, after the prompt's if it is echoed."""
         generated = "" if self.body.only_prompt else gained.text
         if gained.prompt is None or not self.body.echoes:
             return generated
         return gained.prompt.text + generated
 
-    def _message_parts(self, gained: Transcript) -> list[Part] | None:
+    def _message_parts(self, gained: Delta) -> Sequence[Part] | None:
         if gained.parts is None or not self.body.without_reasoning:
             return gained.parts
         return [part for part in gained.parts if not isinstance(part, Reasoning)]
 
-    def _choice(self, index: int, gained: Transcript, content: JSON, num_echoed: int) -> JSON:
+    def _choice(self, index: int, gained: Delta, content: JSON, num_echoed: int) -> JSON:
         """`content` has the fields of the choice for its text. `num_echoed` characters of that text
         are the prompt's."""
         echoed = gained.prompt if self.body.echoes else None
         if self.body.only_prompt:
-            gained = Transcript(last=_without_tokens(gained.last))
+            gained = _without_tokens(gained)
         logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
-        return choice_json(index, content, gained.last, self._ids(gained.token_ids), logprobs)
+        return choice_json(index, content, gained, self._ids(gained.token_ids), logprobs)
 
     def _logprobs(
         self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
@@ -205,15 +210,14 @@ class Answer:
             return part
         return {**part, "usage": self._usage(usages) if self.body.running_usage else None}
 
-    def _ids(self, token_ids: list[int]) -> list[int] | None:
+    def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
         return list(token_ids) if self.body.return_token_ids else None
 
 
-def _without_tokens(last: Delta | None) -> Delta | None:
-    """The last delta as if no token was generated: the choice ends at its limit of 0 tokens."""
-    if last is None or last.finish_reason is None:
-        return last
-    return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)
+def _without_tokens(delta: Delta) -> Delta:
+    """The delta as if no token was generated: the choice ends at its limit of 0 tokens."""
+    reason = FinishReason.LENGTH if delta.finish_reason else None
+    return replace(delta, token_ids=(), logprobs=(), finish_reason=reason, stopped_by=None)
 
 
 COMPLETIONS: Mapping[str, tuple[type[CompletionBody | ChatBody], Callable[..., Answer]]] = {

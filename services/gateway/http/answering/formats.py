@@ -2,38 +2,12 @@
 `stop_reason` and `token_ids`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
-from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.gateway.output.delta import Delta, TokenLogprobs
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
 from services.gateway.output.usage import RequestUsage, RetainAnswer
-
-
-@dataclass(slots=True)
-class Transcript:
-    """Collects the deltas of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    parts: list[Part] | None = None
-    """The parts of the message; None if it is not parsed."""
-    prompt: PromptReport | None = None
-    """The prompt of the choice, if it is reported with these deltas."""
-    last: Delta | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        if delta.parts is not None:
-            self.parts = [*(self.parts or ()), *delta.parts]
-        self.last = delta
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
 
 @dataclass(frozen=True, slots=True)
