@@ -8,6 +8,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import httpx
 
 from quire.async_client import AsyncClient
 from tests.chaos.cases import SHARED_PREFIX, cases_of, with_outputs
-from tests.chaos.limits import LAST_STREAMS_S
+from tests.chaos.limits import LAST_STREAMS_S, RECOVERY_S, UPGRADE_S
 from tests.chaos.load import User
 from tests.chaos.model import chaos_model
 from tests.chaos.operator import Operator
@@ -24,6 +25,8 @@ from tests.chaos.redis_server import RedisServer
 from tests.chaos.report import Report
 from tests.chaos.schedule import FAULT_KINDS, Fault, schedule
 from tests.e2e.deployment import serving
+from tests.e2e.weights import other_bytes, point
+from tests.waiting import until
 
 NUM_USERS, NUM_SLOW_USERS = 8, 2
 NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 4, 5
@@ -55,14 +58,30 @@ class OneHost:
     """A `quire serve` and its Redis."""
 
     def __init__(
-        self, processes: Processes, redis: RedisServer, operator: Operator, http: str
+        self,
+        processes: Processes,
+        redis: RedisServer,
+        operator: Operator,
+        http: str,
+        link: Path,
+        checkpoints: Sequence[Path],
     ) -> None:
         self._http = http
         self._processes = processes
         self._redis = redis
         self._operator = operator
+        self._link = link
+        self._checkpoints = cycle(checkpoints)
+        self._reloading: asyncio.Task[object] | None = None
+        self._was_disturbed = False
+        """Whether a fault has hit the deployment since the reload began."""
 
     async def inject(self, fault: Fault) -> str:
+        if self._was_disturbed:
+            await self._until_reloaded()
+        self._was_disturbed = True
+        if fault.verb == "reload":
+            return await self._reload()
         if fault.verb == "retain":
             return await self._retain(fault)
         if fault.role != "redis":
@@ -85,9 +104,32 @@ class OneHost:
             return f"p{number}: {answer.json().get('status', answer.text)}"
         return f"p{number}: no answer"
 
+    async def _reload(self) -> str:
+        """Begin to serve the other checkpoint, which has the same weights. The next fault hits the
+        deployment meanwhile. The fault after that waits until all workers serve the checkpoint,
+        since no reload succeeds while a worker starts."""
+        await self._until_reloaded()
+        await self._processes.until_healthy()
+        point(self._link, checkpoint := next(self._checkpoints))
+        self._was_disturbed = False
+        self._reloading = asyncio.create_task(
+            until(
+                lambda: self._operator.call(AsyncClient.reload, limit_s=RECOVERY_S),
+                lambda worker_ids: worker_ids is not None,
+                limit_s=UPGRADE_S,
+                explain=lambda: "no reload succeeded",
+            )
+        )
+        return checkpoint.name
+
+    async def _until_reloaded(self) -> None:
+        if self._reloading is not None:
+            await self._reloading
+
     async def until_recovered(self) -> None:
         await self._redis.until_running()
         await self._operator.until_audited(0)
+        await self._until_reloaded()
         await self._processes.until_healthy()
         await self._operator.until_nothing_held()
         await self._operator.note_fault()
@@ -173,15 +215,16 @@ async def run_chaos(
         redis = stack.enter_context(closing(RedisServer(directory)))
         files = ("--cache-directory", str(directory / "cache")) if device == "cpu" else ()
         args = (*workers, *MEMORY, *files, "--redis-url", redis.url, "--device", device)
-        deployment = stack.enter_context(
-            serving(chaos_model(directory), directory, *args, num_gateways=NUM_GATEWAYS)
-        )
+        model, link = chaos_model(directory), directory / "served"
+        link.symlink_to(model)
+        deployment = stack.enter_context(serving(link, directory, *args, num_gateways=NUM_GATEWAYS))
         operator = Operator(deployment.operations)
         stack.push_async_callback(operator.close)
         processes = stack.enter_context(
             closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
         )
-        system = OneHost(processes, redis, operator, deployment.http)
+        checkpoints = other_bytes(model, directory / "other"), model
+        system = OneHost(processes, redis, operator, deployment.http, link, checkpoints)
         faults = schedule(seed, kinds)
         await inject_faults(
             *(report, deployment.address, operator, system, faults, duration_s), num_cases

@@ -27,11 +27,13 @@ class Operator:
         self._num_audited = 0
         self._changed = asyncio.Condition()
 
-    async def call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
+    async def call(
+        self, method: Callable[[AsyncClient], Awaitable[T]], limit_s: float = ANSWER_LIMIT_S
+    ) -> T | None:
         """The first answer of a gateway; None: no gateway answers now."""
         for client in tuple(self._clients):
             with suppress(QuireError, TimeoutError):
-                async with asyncio.timeout(ANSWER_LIMIT_S):
+                async with asyncio.timeout(limit_s):
                     return await method(client)
             self._clients.remove(client)
             self._clients.append(client)

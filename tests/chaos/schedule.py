@@ -13,6 +13,7 @@ _ROLES = {
     "drain": WORKERS,
     "scale": WORKERS,
     "upgrade": ("run",),
+    "reload": ("run",),
     "retain": ("cache",),
     "role": WORKERS,
     "flush": ("redis",),
@@ -21,8 +22,9 @@ _ROLES = {
     "disconnect": ("redis",),
 }
 FAULT_KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
-"""Faults of which clients may see only a delay. A worker takes the other role (role). A prefix is
-computed and retained (retain). Redis is killed and returns empty, or with an old copy of its data
+"""Faults of which clients may see only a delay. A worker takes the other role (role). All
+workers read equal weights from a file with other bytes (reload). A prefix is computed and retained
+(retain). Redis is killed and returns empty, or with an old copy of its data
 (restore_old); it loses its data, or its functions too (flush_functions), or all its connections
 (disconnect)."""
 

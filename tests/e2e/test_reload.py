@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
@@ -22,11 +21,11 @@ from .conftest import POOL_MEMORY, Oracle
 from .deployment import Deployment, serving
 from .quiet import quiet
 from .test_crashes import is_whole
+from .weights import WEIGHTS, other_bytes, point
 
 PROMPTS = [list(range(259 + number, 299 + number)) for number in range(3)]
 NUM_TOKENS = 300
 GREEDY = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +37,8 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> An
         yield running
 
 
-def point(deployment: Deployment, target: Path) -> None:
-    link = deployment.log.parent / "model"
-    link.with_name("next").symlink_to(target)
-    link.with_name("next").rename(link)
-
-
-def other_bytes(checkpoint: Path, directory: Path) -> Path:
-    """The same weights in a file with other bytes: another fingerprint, and the same tokens."""
-    shutil.copytree(checkpoint, directory)
-    save_file(load_file(directory / WEIGHTS), directory / WEIGHTS, {"format": "pt", "is": "copied"})
-    return directory
+def link(deployment: Deployment) -> Path:
+    return deployment.log.parent / "model"
 
 
 async def tokens_of(client: AsyncClient, prompt: list[int]) -> list[int]:
@@ -83,7 +73,7 @@ async def test_streams_go_on_with_the_new_weights_from_their_tokens(
 ) -> None:
     """The KV of the old weights serves no token after them."""
     before = await identities(client)
-    point(deployment, new := make_checkpoint(tmp_path / "new", seed=1))
+    point(link(deployment), new := make_checkpoint(tmp_path / "new", seed=1))
     async with load(client) as answers:
         worker_ids = await client.reload()
     after, new_oracle, num_mixed = await identities(client), Oracle(new), 0
@@ -121,7 +111,7 @@ async def test_what_cannot_be_served_is_refused_and_nothing_pauses(
         deep: "num_layers is 3, and 2 in the model that is served",
     }
     for directory, reason in refused.items():
-        point(deployment, directory)
+        point(link(deployment), directory)
         with pytest.raises(InvalidRequest, match=reason):
             await client.reload()
     assert await identities(client) == before
@@ -134,12 +124,12 @@ async def test_a_reload_of_equal_weights_changes_no_token(
 ) -> None:
     """Even if a worker is killed meanwhile: it starts again with the new weights, and a second
     reload completes the first, for which it has to wait."""
-    point(deployment, checkpoint)
+    point(link(deployment), checkpoint)
     await client.reload()
     expected = [(prompt, await tokens_of(client, prompt)) for prompt in PROMPTS]
     before = await identities(client)
     victims = [worker.pid for worker in await client.workers() if worker.role == role]
-    point(deployment, other_bytes(checkpoint, tmp_path / "equal"))
+    point(link(deployment), other_bytes(checkpoint, tmp_path / "equal"))
     async with load(client) as answers:
         reloading = asyncio.create_task(client.reload())
 

@@ -56,6 +56,13 @@ def sync() -> None:
         with client.messages.stream(**asked) as stream:
             same("".join(stream.text_stream))
             assert stream.get_final_message().usage.output_tokens == message.usage.output_tokens
+        figures = {**asked, "extra_body": {"temperature": 0, "include_metrics": True}}
+        told = client.messages.create(**figures)
+        same(told.content[0].text)
+        assert told.quire["placement"]
+        with client.messages.stream(**figures) as stream:
+            (ending,) = [event for event in stream if event.type == "message_delta"]
+            assert ending.quire["decode_ms"] > 0, ending
         cut = client.messages.create(**{**asked, "max_tokens": 2})
         assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
         word = expected.split()[1]

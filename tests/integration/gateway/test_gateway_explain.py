@@ -81,6 +81,25 @@ async def test_the_last_part_of_an_answer_has_the_figures(
     assert (parts[-1]["metrics"]["mean_itl_ms"] is None) == (n == 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", CHAT), ("/v1/responses", {"input": "Hi", "max_tokens": None})],
+)
+async def test_messages_and_responses_have_the_figures_at_their_end(
+    make_harness: Any, path: str, body: dict[str, Any]
+) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with http_of(harness) as http:
+        (whole,) = await post(http, path, **body, include_metrics=True)
+        parts = await post(http, path, **body, stream=True, include_metrics=True)
+        assert "quire" not in (await post(http, path, **body))[0]
+    ends = [each.get("response", each) for each in parts]
+    (end,) = [each for each in ends if "quire" in each]
+    assert end in (ends[-1], ends[-2])
+    for told in (whole, end):
+        assert (told["quire"].keys(), told["metrics"].keys()) == (QUIRE, VLLM)
+
+
 async def test_a_setting_gives_them_to_every_answer(make_harness: Any) -> None:
     """To a response too; several prompts are several requests, and have none."""
     harness = await make_harness(FakePrefill(), FakeDecode(), per_request_metrics=True)

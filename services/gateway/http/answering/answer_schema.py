@@ -237,6 +237,8 @@ class AnthropicMessage(_Exact):
     stop_reason: str
     stop_sequence: str | None
     usage: dict[str, Any]
+    metrics: NotRequired[dict[str, float | None]]
+    quire: NotRequired[dict[str, Any]]
 
 
 class InputTokens(_Exact):

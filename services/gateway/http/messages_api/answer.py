@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from services.gateway.http.answering.answer import Deltas
-from services.gateway.http.answering.formats import retained_json
+from services.gateway.http.answering.formats import metrics_json, retained_json
 from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.bodies.tools import arguments_of
 from services.gateway.http.failures import anthropic_error, error_body
@@ -91,7 +91,7 @@ class MessageAnswer:
         async with aclosing(self.parts(deltas)) as events:
             async for _ in events:
                 pass
-        return self._message()
+        return {**self._message(), **metrics_json(self._usage)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields the events of a stream."""
@@ -105,7 +105,8 @@ class MessageAnswer:
                     yield event
         for event in self._blocks.end():
             yield event
-        yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage_json()}
+        ending = {"type": "message_delta", "delta": self._ending(), "usage": self._usage_json()}
+        yield {**ending, **metrics_json(self._usage)}
         yield {"type": "message_stop"}
 
     def error_event(self, error: Exception) -> JSON:
