@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -19,6 +19,8 @@ from quire.types import (
     FinishReason,
     Prompt,
     RequestMetrics,
+    Retain,
+    RetainAnswer,
     Sampling,
     StructuredOutput,
     TokenLogprobs,
@@ -68,6 +70,8 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     include_metrics: bool = False
     """Ask for the figures of the request (`Usage.metrics`)."""
+    retain: Sequence[Retain] = ()
+    """Ask to keep prefixes of the prompt in the cache (`Usage.retained`)."""
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
@@ -81,6 +85,7 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
             priority=request.priority,
             cache_salt=request.cache_salt,
             include_metrics=request.include_metrics,
+            retain=[inference_pb2.Retain(**asdict(each)) for each in request.retain],
         )
         _set_prompt(message, request.prompt)
     except (TypeError, ValueError) as error:
@@ -205,15 +210,10 @@ def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
-    num_cached = usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None
-    metrics = _metrics(usage.metrics) if usage.HasField("metrics") else None
-    return from_message(Usage, usage, num_cached_tokens=num_cached, metrics=metrics)
-
-
-def _metrics(message: inference_pb2.RequestMetrics) -> RequestMetrics:
-    optional = ("cached_tokens", "mean_itl_ms", "tokens_per_second")
-    absent = {name: None for name in optional if not message.HasField(name)}
-    return from_message(RequestMetrics, message, **absent)
+    metrics = from_message(RequestMetrics, usage.metrics) if usage.HasField("metrics") else None
+    return from_message(
+        Usage, usage, metrics=metrics, retained=each(RetainAnswer, "retained")(usage)
+    )
 
 
 def explain_request(about: str | Request) -> inference_pb2.ExplainRequest:
@@ -276,10 +276,12 @@ def each(cls: type[D], name: str) -> Callable[[Any], tuple[D, ...]]:
 
 def from_message(cls: type[D], message: Message, **converted: object) -> D:
     """A dataclass with the fields of the same name in `message`, and the `converted` fields, which
-    have another name or type there."""
+    have another name or type there. An `optional` field that is absent becomes None."""
     names = {field.name for field in fields(cls)} - converted.keys()
     values = {name: getattr(message, name) for name in names}
     for name, value in values.items():
+        if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
+            values[name] = None
         if isinstance(value, MutableMapping):
             values[name] = dict(value)
         elif isinstance(value, MutableSequence):

@@ -109,6 +109,33 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Retain:
+    """A wish to keep a prefix of the prompt in the cache for a time."""
+
+    ttl_s: int
+    """The time in seconds, at most 7 days."""
+    name: str = ""
+    """The name under which the prefix replaces an earlier one; an empty name is made from it."""
+    num_messages: int | None = None
+    """The number of the chat's messages in the prefix; None means the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetainAnswer:
+    """The answer to a wish to retain a prefix."""
+
+    name: str
+    status: Literal["accepted", "clipped", "rejected"]
+    num_asked_tokens: int
+    """The tokens of the prefix."""
+    num_tokens: int
+    """The tokens that are retained: those of the prefix's full blocks, as far as there is room."""
+    ttl_s: int
+    reason: str = ""
+    """Why the prefix is not retained, or not all of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Where the time of one request went. The times of queue, prefill, hand-off and decode add up
     to the time since its arrival; the fields from `queue_time_ms` on are vLLM's."""
@@ -156,6 +183,11 @@ class Usage:
     num_rejected_drafts: int = 0
     metrics: RequestMetrics | None = None
     """The figures of the request, if it or the gateway asks for them, in its last delta."""
+    num_written_tokens: int | None = None
+    """The prompt tokens that were computed into blocks of the prefix cache; None where
+    `num_cached_tokens` is None."""
+    retained: tuple[RetainAnswer, ...] = ()
+    """The answers to the request's wishes to retain prefixes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,11 +102,16 @@ class OperationsFlags(AccessFlags):
     ] = None
     run: RunName = None
 
-    def connect(self) -> "Client":
+    @property
+    def addresses(self) -> str:
+        """The addresses of one or more gateways of a deployment, separated by commas."""
         from quire.cli.runs import run_address
         from quire.supervisor.run_directory import RUNS
 
-        return self.client(self.address or run_address(self.run, RUNS))
+        return self.address or run_address(self.run, RUNS)
+
+    def connect(self) -> "Client":
+        return self.client(self.addresses)
 
 
 @dataclass(frozen=True)

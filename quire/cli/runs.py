@@ -11,8 +11,8 @@ from quire.supervisor.run_directory import run_paths
 
 
 def run_address(name: str | None, runs: Path) -> str:
-    """Return the operations address of a run. `name` is its gRPC port or its directory, or None for
-    the only run.
+    """Return the operations addresses of a run's gateways, separated by commas, the oldest first.
+    `name` is the run's gRPC port or its directory, or None for the only run.
 
     Raises ServeError unless exactly one run matches, or if the choice is not clear, and Unreachable
     if no gateway listens for operations.
@@ -46,4 +46,4 @@ def _address_in(run: Path) -> str:
     sockets = living_sockets(run)
     if not sockets:
         raise Unreachable(f"no gateway serves operations in {run}", "unreachable")
-    return f"unix:{sockets[0]}"
+    return ",".join(f"unix:{path}" for path in sockets)

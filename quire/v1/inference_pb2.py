@@ -26,7 +26,7 @@ from quire.v1 import logprobs_pb2 as quire_dot_v1_dot_logprobs__pb2
 from quire.v1 import sampling_pb2 as quire_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08received\x18\n \x01(\x0b\x32\x12.quire.v1.Received\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x17\n\x0finclude_metrics\x18\x11 \x01(\x08\x42\x07\n\x05inputJ\x04\x08\t\x10\n\"9\n\x08Received\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.quire.v1.ReceivedSequence\"c\n\x10ReceivedSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.quire.v1.SequenceDelta\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"\xf5\x02\n\x0eRequestMetrics\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x11\n\tplacement\x18\x02 \x03(\t\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\x12\x1a\n\rcached_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\r\n\x05moves\x18\x08 \x01(\r\x12\x15\n\rqueue_time_ms\x18\t \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\n \x01(\x01\x12\x1a\n\x12generation_time_ms\x18\x0b \x01(\x01\x12\x18\n\x0bmean_itl_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x11tokens_per_second\x18\r \x01(\x01H\x02\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0e\n\x0c_mean_itl_msB\x14\n\x12_tokens_per_second\"\xf5\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12)\n\x08logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_score\"\x94\x02\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x1e\n\x16time_to_first_token_ms\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_drafts\x18\x06 \x01(\r\x12\x1b\n\x13num_rejected_drafts\x18\x07 \x01(\r\x12)\n\x07metrics\x18\x08 \x01(\x0b\x32\x18.quire.v1.RequestMetricsB\x14\n\x12_num_cached_tokens\"\xc1\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x17\n\ndimensions\x18\x07 \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_dimensions\"V\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tembedding\x18\x02 \x03(\x02\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\"^\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12-\n\x08\x66orecast\x18\x02 \x01(\x0b\x32\x19.quire.v1.GenerateRequestH\x00\x42\x07\n\x05\x61\x62out\"$\n\x0f\x45xplainResponse\x12\x11\n\tsentences\x18\x01 \x03(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"n\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x06 \x01(\r2\x93\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x38\n\x05\x45mbed\x12\x16.quire.v1.EmbedRequest\x1a\x17.quire.v1.EmbedResponse\x12>\n\x07\x45xplain\x12\x18.quire.v1.ExplainRequest\x1a\x19.quire.v1.ExplainResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\"\xe5\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08received\x18\n \x01(\x0b\x32\x12.quire.v1.Received\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x17\n\x0finclude_metrics\x18\x11 \x01(\x08\x12 \n\x06retain\x18\x12 \x03(\x0b\x32\x10.quire.v1.RetainB\x07\n\x05inputJ\x04\x08\t\x10\n\"Q\n\x06Retain\x12\r\n\x05ttl_s\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x19\n\x0cnum_messages\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_messages\"y\n\x0cRetainAnswer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x18\n\x10num_asked_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\"9\n\x08Received\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.quire.v1.ReceivedSequence\"c\n\x10ReceivedSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.quire.v1.SequenceDelta\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"\xf5\x02\n\x0eRequestMetrics\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x11\n\tplacement\x18\x02 \x03(\t\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\x12\x1a\n\rcached_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\r\n\x05moves\x18\x08 \x01(\r\x12\x15\n\rqueue_time_ms\x18\t \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\n \x01(\x01\x12\x1a\n\x12generation_time_ms\x18\x0b \x01(\x01\x12\x18\n\x0bmean_itl_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x11tokens_per_second\x18\r \x01(\x01H\x02\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0e\n\x0c_mean_itl_msB\x14\n\x12_tokens_per_second\"\xf5\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12)\n\x08logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_score\"\xf6\x02\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x1e\n\x16time_to_first_token_ms\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_drafts\x18\x06 \x01(\r\x12\x1b\n\x13num_rejected_drafts\x18\x07 \x01(\r\x12)\n\x07metrics\x18\x08 \x01(\x0b\x32\x18.quire.v1.RequestMetrics\x12\x1f\n\x12num_written_tokens\x18\t \x01(\rH\x01\x88\x01\x01\x12(\n\x08retained\x18\n \x03(\x0b\x32\x16.quire.v1.RetainAnswerB\x14\n\x12_num_cached_tokensB\x15\n\x13_num_written_tokens\"\xc1\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x17\n\ndimensions\x18\x07 \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_dimensions\"V\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tembedding\x18\x02 \x03(\x02\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\"^\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12-\n\x08\x66orecast\x18\x02 \x01(\x0b\x32\x19.quire.v1.GenerateRequestH\x00\x42\x07\n\x05\x61\x62out\"$\n\x0f\x45xplainResponse\x12\x11\n\tsentences\x18\x01 \x03(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"n\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x06 \x01(\r2\x93\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x38\n\x05\x45mbed\x12\x16.quire.v1.EmbedRequest\x1a\x17.quire.v1.EmbedResponse\x12>\n\x07\x45xplain\x12\x18.quire.v1.ExplainRequest\x1a\x19.quire.v1.ExplainResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,39 +34,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=89
-  _globals['_GENERATEREQUEST']._serialized_end=412
-  _globals['_RECEIVED']._serialized_start=414
-  _globals['_RECEIVED']._serialized_end=471
-  _globals['_RECEIVEDSEQUENCE']._serialized_start=473
-  _globals['_RECEIVEDSEQUENCE']._serialized_end=572
-  _globals['_TOKENIDS']._serialized_start=574
-  _globals['_TOKENIDS']._serialized_end=597
-  _globals['_CHAT']._serialized_start=599
-  _globals['_CHAT']._serialized_end=646
-  _globals['_CHATMESSAGE']._serialized_start=648
-  _globals['_CHATMESSAGE']._serialized_end=706
-  _globals['_GENERATERESPONSE']._serialized_start=709
-  _globals['_GENERATERESPONSE']._serialized_end=892
-  _globals['_REQUESTMETRICS']._serialized_start=895
-  _globals['_REQUESTMETRICS']._serialized_end=1268
-  _globals['_SEQUENCEDELTA']._serialized_start=1271
-  _globals['_SEQUENCEDELTA']._serialized_end=1516
-  _globals['_USAGE']._serialized_start=1519
-  _globals['_USAGE']._serialized_end=1795
-  _globals['_EMBEDREQUEST']._serialized_start=1798
-  _globals['_EMBEDREQUEST']._serialized_end=1991
-  _globals['_EMBEDRESPONSE']._serialized_start=1993
-  _globals['_EMBEDRESPONSE']._serialized_end=2079
-  _globals['_EXPLAINREQUEST']._serialized_start=2081
-  _globals['_EXPLAINREQUEST']._serialized_end=2175
-  _globals['_EXPLAINRESPONSE']._serialized_start=2177
-  _globals['_EXPLAINRESPONSE']._serialized_end=2213
-  _globals['_LISTMODELSREQUEST']._serialized_start=2215
-  _globals['_LISTMODELSREQUEST']._serialized_end=2234
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2236
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2289
-  _globals['_MODEL']._serialized_start=2291
-  _globals['_MODEL']._serialized_end=2401
-  _globals['_INFERENCE']._serialized_start=2404
-  _globals['_INFERENCE']._serialized_end=2679
+  _globals['_GENERATEREQUEST']._serialized_end=446
+  _globals['_RETAIN']._serialized_start=448
+  _globals['_RETAIN']._serialized_end=529
+  _globals['_RETAINANSWER']._serialized_start=531
+  _globals['_RETAINANSWER']._serialized_end=652
+  _globals['_RECEIVED']._serialized_start=654
+  _globals['_RECEIVED']._serialized_end=711
+  _globals['_RECEIVEDSEQUENCE']._serialized_start=713
+  _globals['_RECEIVEDSEQUENCE']._serialized_end=812
+  _globals['_TOKENIDS']._serialized_start=814
+  _globals['_TOKENIDS']._serialized_end=837
+  _globals['_CHAT']._serialized_start=839
+  _globals['_CHAT']._serialized_end=886
+  _globals['_CHATMESSAGE']._serialized_start=888
+  _globals['_CHATMESSAGE']._serialized_end=946
+  _globals['_GENERATERESPONSE']._serialized_start=949
+  _globals['_GENERATERESPONSE']._serialized_end=1132
+  _globals['_REQUESTMETRICS']._serialized_start=1135
+  _globals['_REQUESTMETRICS']._serialized_end=1508
+  _globals['_SEQUENCEDELTA']._serialized_start=1511
+  _globals['_SEQUENCEDELTA']._serialized_end=1756
+  _globals['_USAGE']._serialized_start=1759
+  _globals['_USAGE']._serialized_end=2133
+  _globals['_EMBEDREQUEST']._serialized_start=2136
+  _globals['_EMBEDREQUEST']._serialized_end=2329
+  _globals['_EMBEDRESPONSE']._serialized_start=2331
+  _globals['_EMBEDRESPONSE']._serialized_end=2417
+  _globals['_EXPLAINREQUEST']._serialized_start=2419
+  _globals['_EXPLAINREQUEST']._serialized_end=2513
+  _globals['_EXPLAINRESPONSE']._serialized_start=2515
+  _globals['_EXPLAINRESPONSE']._serialized_end=2551
+  _globals['_LISTMODELSREQUEST']._serialized_start=2553
+  _globals['_LISTMODELSREQUEST']._serialized_end=2572
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2574
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2627
+  _globals['_MODEL']._serialized_start=2629
+  _globals['_MODEL']._serialized_end=2739
+  _globals['_INFERENCE']._serialized_start=2742
+  _globals['_INFERENCE']._serialized_end=3017
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "priority", "cache_salt", "received", "resume_token", "include_metrics")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "priority", "cache_salt", "received", "resume_token", "include_metrics", "retain")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GenerateRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_METRICS_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -32,7 +33,34 @@ class GenerateRequest(_message.Message):
     received: Received
     resume_token: str
     include_metrics: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., resume_token: _Optional[str] = ..., include_metrics: _Optional[bool] = ...) -> None: ...
+    retain: _containers.RepeatedCompositeFieldContainer[Retain]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., resume_token: _Optional[str] = ..., include_metrics: _Optional[bool] = ..., retain: _Optional[_Iterable[_Union[Retain, _Mapping]]] = ...) -> None: ...
+
+class Retain(_message.Message):
+    __slots__ = ("ttl_s", "name", "num_messages")
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: int
+    name: str
+    num_messages: int
+    def __init__(self, ttl_s: _Optional[int] = ..., name: _Optional[str] = ..., num_messages: _Optional[int] = ...) -> None: ...
+
+class RetainAnswer(_message.Message):
+    __slots__ = ("name", "status", "num_asked_tokens", "num_tokens", "ttl_s", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    status: str
+    num_asked_tokens: int
+    num_tokens: int
+    ttl_s: int
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_asked_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Received(_message.Message):
     __slots__ = ("sequences",)
@@ -137,7 +165,7 @@ class SequenceDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "time_to_first_token_ms", "num_preemptions", "num_accepted_drafts", "num_rejected_drafts", "metrics")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "time_to_first_token_ms", "num_preemptions", "num_accepted_drafts", "num_rejected_drafts", "metrics", "num_written_tokens", "retained")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +174,8 @@ class Usage(_message.Message):
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_REJECTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
@@ -154,7 +184,9 @@ class Usage(_message.Message):
     num_accepted_drafts: int
     num_rejected_drafts: int
     metrics: RequestMetrics
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., time_to_first_token_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ...) -> None: ...
+    num_written_tokens: int
+    retained: _containers.RepeatedCompositeFieldContainer[RetainAnswer]
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., time_to_first_token_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ..., num_written_tokens: _Optional[int] = ..., retained: _Optional[_Iterable[_Union[RetainAnswer, _Mapping]]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "priority", "cache_salt", "dimensions")

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from quire import types
-from quire.types import Model, Sampling, Usage
+from quire.types import Model, RetainAnswer, Sampling, Usage
 from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
-from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.model.structured.structure import Structure
 
 
@@ -110,6 +109,20 @@ class RetainDirective:
     """A chat whose common beginning with the prompt is the prefix; None is the whole prompt."""
     num_tokens: int | None = None
     """The length of the prefix, which admission finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedPrefix:
+    """A retention, as its owner sees it."""
+
+    name: str
+    tenant: str
+    model: str
+    pool_id: str
+    num_tokens: int
+    num_cached_tokens: int | None
+    """The tokens that the cache has now; None if the caller may not know."""
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True)

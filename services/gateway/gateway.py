@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quire.types import RetainAnswer
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
     GenerationRequest,
+    RetainedPrefix,
     ServedModel,
     Tokenized,
 )
@@ -24,7 +26,6 @@ from services.gateway.config import GatewayOptions
 from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
-from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.records import refused
 from services.gateway.request.request import Request

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
 from quire.cli.flags import Json, OperationsFlags
+from quire.errors import NotFound, Unreachable
 from quire.messages import Request
 from quire.types import ChatMessage, Prompt, Sampling
 
@@ -31,7 +33,8 @@ def explain(
 
     With --prompt nothing is sent to the model: it tells what would happen now.
 
-    A gateway remembers the last 4,096 requests. The key of a user sees the user's own.
+    A gateway remembers the last 4,096 requests that it served. All gateways of the run are asked,
+    or those of --address HOST:PORT,HOST:PORT. The key of a user sees the user's own.
     """
     if (request_id is None) == (prompt is None):
         raise BadParameter("give a request's id, or a prompt's file with --prompt")
@@ -43,6 +46,15 @@ def explain(
             raise BadParameter(f"{prompt} cannot be read as text: {error}") from error
         said: Prompt = text if raw else [ChatMessage("user", text)]
         about = Request(said, Sampling(max_tokens=max_tokens), model, cache_salt=cache_salt)
-    with gateway.connect() as client:
-        found = client.explain(about)
+    found = _told_by_any(gateway, about)
     print(json.dumps(found) if as_json else "\n".join(found))
+
+
+def _told_by_any(gateway: OperationsFlags, about: str | Request) -> tuple[str, ...]:
+    """What the first gateway tells that knows the request. Raises the error of the last one."""
+    *others, last = gateway.addresses.split(",")
+    for address in others:
+        with suppress(NotFound, Unreachable), gateway.client(address) as client:
+            return client.explain(about)
+    with gateway.client(last) as client:
+        return client.explain(about)

@@ -23,8 +23,7 @@ async def resolve_retain(
     asked = request.retain
     require(
         len(asked) <= MAX_DIRECTIVES,
-        f"{len(asked)} prefixes to retain (cache_control, prompt_cache_retention), at most "
-        f"{MAX_DIRECTIVES}",
+        f"{len(asked)} prefixes to retain, at most {MAX_DIRECTIVES}",
         "cache_control",
     )
     return tuple([await _resolved(each, request, prompt, served) for each in asked])

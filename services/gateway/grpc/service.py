@@ -1,6 +1,6 @@
 """The gRPC service `Inference`: translates protobuf to the types of the gateway and back."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
@@ -18,9 +18,11 @@ from services.gateway.api import (
     Generator,
     Prompt,
     RequestedSampling,
+    RetainDirective,
     new_resume_token,
 )
 from services.gateway.chat.prompts import check_num_messages
+from services.gateway.checks import require
 from services.gateway.output.delta import Delta, Received, TokenLogprobs
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
@@ -115,6 +117,7 @@ def request_from_wire(
         timeout_s=timeout_s,
         received=received,
         include_metrics=message.include_metrics,
+        retain=tuple(_directive(each, message) for each in message.retain),
         resume_token=new_resume_token() if is_new else message.resume_token,
     )
 
@@ -129,6 +132,17 @@ def _embedding_from_wire(
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
     )
+
+
+def _directive(
+    asked: inference_pb2.Retain, message: inference_pb2.GenerateRequest
+) -> RetainDirective:
+    until = None
+    if asked.HasField("num_messages"):
+        number, chat = asked.num_messages, message.chat.messages
+        require(1 <= number <= len(chat), f"num_messages is {number}, not in [1, {len(chat)}]")
+        until = _messages(chat[:number])
+    return RetainDirective(asked.ttl_s, asked.name, until)
 
 
 def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
@@ -147,9 +161,13 @@ def _prompt(message: Any) -> Prompt:
             return tuple(message.token_ids.ids)
         case "chat":
             check_num_messages(len(message.chat.messages))
-            return tuple(ChatMessage(m.role, m.content, m.name) for m in message.chat.messages)
+            return _messages(message.chat.messages)
     names = ", ".join(one.name for one in message.DESCRIPTOR.oneofs_by_name["input"].fields)
     raise InvalidRequest(f"no input: one of {names} is needed")
+
+
+def _messages(chat: Iterable[inference_pb2.ChatMessage]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(each.role, each.content, each.name) for each in chat)
 
 
 def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
@@ -195,8 +213,7 @@ def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateR
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:
-    values = asdict(usage)
-    return inference_pb2.Usage(**{each.name: values[each.name] for each in fields(Usage)})
+    return inference_pb2.Usage(**asdict(usage))
 
 
 def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.types import Usage
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import GenerationRequest, Generator, RequestedSampling, RetainDirective
 from services.gateway.http.answering.formats import retained_json, usage_json
@@ -18,7 +19,6 @@ from services.gateway.http.bodies.fields import Integers
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.retention import Ttl
 from services.gateway.http.tokens import TokenizeBody
-from services.gateway.output.usage import RequestUsage
 
 
 class CacheBody(TokenizeBody):
@@ -59,7 +59,7 @@ class CacheEndpoints:
         asked = body.to_request(request.state.request_id)
         if not body.warm:
             return Json(self._answer(retained_json(await self._generator.retain(asked)), None))
-        usage: RequestUsage | None = None
+        usage: Usage | None = None
         async with self._generator.generate(asked) as deltas:
             async for delta in deltas:
                 usage = delta.usage or usage
@@ -89,7 +89,7 @@ class CacheEndpoints:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"no prefix is retained as {name!r}")
         return Json({"object": "cache.retention", "name": name, "deleted": True})
 
-    def _answer(self, answer: dict[str, Any], usage: RequestUsage | None) -> dict[str, Any]:
+    def _answer(self, answer: dict[str, Any], usage: Usage | None) -> dict[str, Any]:
         expires_at = _expires_at(answer["ttl"]) if answer["retained_tokens"] else None
         whole = {"object": "cache.retention", **answer, "expires_at": expires_at}
         return {**whole, "usage": usage and usage_json([replace(usage, retained=())])}

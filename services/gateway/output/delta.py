@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from quire import types
+from quire.types import Usage
 from services.gateway.output.parser.parts import Content, Part
-from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 
@@ -54,7 +54,7 @@ class Delta:
     """Set in the last delta of a sequence."""
     stopped_by: str | int | None = None
     """The stop string or stop token id that ended the sequence, in its last delta."""
-    usage: RequestUsage | None = None
+    usage: Usage | None = None
     """In the last delta of the request; with `running_usage` in every delta."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token, if the request asks for logprobs."""

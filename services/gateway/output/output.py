@@ -12,12 +12,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.types import RequestMetrics
+from quire.types import RequestMetrics, RetainAnswer, Usage
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.rests import WriteRests
 from services.gateway.output.sequence import Sequence
-from services.gateway.output.usage import RequestUsage, RetainAnswer
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
@@ -105,8 +104,8 @@ class RequestStats:
         """From the first token to the last one so far."""
         return (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
 
-    def usage(self, metrics: RequestMetrics | None = None) -> RequestUsage:
-        return RequestUsage(
+    def usage(self, metrics: RequestMetrics | None = None) -> Usage:
+        return Usage(
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
             num_generated_tokens=self.num_generated_tokens,

@@ -1,10 +1,10 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
+from quire.types import Usage
 from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.output.logprob_text import with_text
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.parser.parts import Part, joined
-from services.gateway.output.usage import RequestUsage
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.stop_strings import Scanned, StopMatcher
 from services.model.text.tokenizer import Tokenizer
@@ -23,9 +23,9 @@ class Sequence:
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
     the client sees. `stop_token_ids` are the request's, to report the one that ended the sequence.
     `tokenizer` adds the text to logprobs; None if the client did not ask for logprobs. `parser`
-    divides the text into the parts of a message; None if the client wants none. No stop string ends the
-    sequence within its first `min_tokens` tokens. If stop strings are included in the text, so is
-    the token that ends the sequence.
+    divides the text into the parts of a message; None if the client wants none. No stop string ends
+    the sequence within its first `min_tokens` tokens. If stop strings are included in the text, so
+    is the token that ends the sequence.
     """
 
     def __init__(
@@ -128,9 +128,7 @@ class Sequence:
             self._finish(finish, token_ids)
         return num_taken
 
-    def take(
-        self, request_id: str, usage: RequestUsage | None, prompt: PromptReport | None
-    ) -> Delta:
+    def take(self, request_id: str, usage: Usage | None, prompt: PromptReport | None) -> Delta:
         """Everything that the client has not read yet, as one delta."""
         delta = Delta(
             request_id=request_id,

@@ -43,7 +43,7 @@ class Explainer:
         if found is None:
             raise UnknownRequest(
                 f"this gateway has no record of a request {name!r} of yours; it keeps the last "
-                f"{MAX_RECORDS:,}, and other gateways keep the requests that they served"
+                f"{MAX_RECORDS:,} that it served itself, so ask the other gateways too"
             )
         others = [
             each

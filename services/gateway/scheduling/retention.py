@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from blockstore.errors import BlockStoreError
+from blockstore.errors import BlockStoreError, Recovering, StoreLost, UnknownPool
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PoolSpec
 from blockstore.store import NO_TENANT
+from quire.types import RetainAnswer
 from services.gateway.access.caller import Caller
-from services.gateway.api import RetainDirective
+from services.gateway.api import RetainDirective, RetainedPrefix
 from services.gateway.config import GatewayOptions
-from services.gateway.output.usage import RetainAnswer, RetainedPrefix
 from services.gateway.request.request import Request
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
@@ -116,7 +116,9 @@ class Retention:
             found = await self._store.retain(spec.pool_id, *what, (of_owner, of_pool))
         except BlockStoreError as error:
             log.warning("prefix_not_retained", pool_id=spec.pool_id, error=str(error))
-            return replace(answer, reason="the block store does not answer")
+            lost = isinstance(error, Recovering | StoreLost | UnknownPool)
+            why = "has lost its data, and gets it back" if lost else "does not answer"
+            return replace(answer, reason=f"the block store {why}; ask again later")
         answer = replace(answer, num_tokens=found.num_blocks * spec.block_size)
         if found.num_blocks == len(hashes):
             return replace(answer, status="accepted")

@@ -3,15 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
-from blockstore.errors import StoreUnavailable
+from blockstore.errors import Recovering, StoreUnavailable
 from blockstore.hashing import prefix_hashes
+from quire import messages, types
+from quire.messages import Request
+from quire.types import Retain, RetainAnswer, Sampling, Usage
 from quire.v1.worker_pb2 import Requeue
 from services.gateway.access.caller import EVERYONE, LOCAL_OPERATOR, Caller
 from services.gateway.api import ChatMessage, RetainDirective
 from services.gateway.output.delta import Received
-from services.gateway.output.usage import RequestUsage, RetainAnswer
 from services.runtime.errors import InvalidRequest
 from tests.waiting import until
 
@@ -31,7 +34,7 @@ async def harness(make_harness: Any) -> GatewayHarness:
     return made
 
 
-async def usage_of(harness: GatewayHarness, **fields: Any) -> RequestUsage:
+async def usage_of(harness: GatewayHarness, **fields: Any) -> Usage:
     fields = {"prompt": LONG, "retain": (HOUR,), "request_id": ""} | fields
     last = await Call(harness.gateway, asked(**fields)).result()
     assert last.usage is not None
@@ -116,15 +119,28 @@ async def test_wrong_directives_are_refused(
         await usage_of(harness, retain=retain)
 
 
-async def test_a_request_is_served_although_the_store_does_not_answer(
-    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreUnavailable("away"), "the block store does not answer; ask again later"),
+        (
+            Recovering("later"),
+            "the block store has lost its data, and gets it back; ask again later",
+        ),
+    ],
+)
+async def test_a_request_is_served_although_the_store_refuses(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
+    """A request does not wait for a recovery of the ledger only to retain something."""
+
     async def away(*_: object) -> None:
-        raise StoreUnavailable("away")
+        raise error
 
     monkeypatch.setattr(harness.store, "retain", away)
     (rejected,) = (await usage_of(harness)).retained
-    assert (rejected.status, rejected.reason) == ("rejected", "the block store does not answer")
+    assert rejected.status == "rejected"
+    assert rejected.reason == f"the block store {reason}; ask again later"
 
 
 async def test_a_prefix_is_marked_without_computing_it(harness: GatewayHarness) -> None:
@@ -230,3 +246,27 @@ async def test_usage_of_a_resumed_request(make_harness: Any, is_parked: bool, n:
     assert last.usage is not None
     assert len(prefill.submitted) == 1
     assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
+
+
+async def test_a_grpc_client_retains_prefixes_and_reads_the_answers(
+    harness: GatewayHarness,
+) -> None:
+    stub = await harness.serve()
+    chat = (types.ChatMessage("system", "s" * 40), types.ChatMessage("user", "u" * 40))
+
+    async def usage(*retain: Retain, prompt: types.Prompt = chat) -> Usage:
+        request = messages.generate_request(Request(prompt, Sampling(max_tokens=1), retain=retain))
+        responses = [each async for each in stub.Generate(request)]
+        return messages.usage_of([*messages.deltas(responses[-1])][-1])
+
+    whole, head = (await usage(Retain(60, "p"), Retain(300, num_messages=1))).retained
+    assert whole == RetainAnswer("p", "accepted", 94, 80, 60)
+    assert (head.status, head.num_asked_tokens, head.ttl_s) == ("accepted", 48, 300)
+    assert sorted(blocks for *_, blocks in await held(harness)) == [3, 5]
+    (short,) = (await usage(Retain(60), prompt=[1, 2, 3])).retained
+    assert (short.status, short.num_tokens) == ("rejected", 0)
+    assert "less than a block of 16" in short.reason
+    assert not (await usage()).retained
+    for wrong, prompt in ((Retain(60, num_messages=3), chat), (Retain(60, num_messages=1), [1])):
+        with pytest.raises(grpc.RpcError, match="num_messages"):
+            await usage(wrong, prompt=prompt)

@@ -9,19 +9,20 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.types import RetainAnswer, Usage
 from services.gateway.access.caller import Caller
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
     GenerationRequest,
     RetainDirective,
+    RetainedPrefix,
     ServedModel,
     Tokenized,
 )
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta
-from services.gateway.output.usage import RequestUsage, RetainAnswer, RetainedPrefix
 from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10
@@ -91,7 +92,7 @@ class FakeGenerator:
         num_generated = n * position + index + 1
         retained = tuple(map(_retained, request.retain))
         counts = self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts
-        usage = RequestUsage(7, *counts, num_written_tokens=2, retained=retained)
+        usage = Usage(7, *counts, num_written_tokens=2, retained=retained)
         return Delta(
             request.request_id,
             index,

@@ -9,10 +9,9 @@ import httpx
 import openai
 import pytest
 
-from quire.types import Candidate
+from quire.types import Candidate, Usage
 from services.gateway.api import GenerationRequest
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
-from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator
@@ -67,7 +66,7 @@ class Generator(FakeGenerator):
                 TEXTS[position],
                 FinishReason.STOP if last else None,
                 2 if last else None,
-                RequestUsage(3, 0, number, 1.5, 0) if last else None,
+                Usage(3, 0, number, 1.5, 0) if last else None,
                 (TOKENS[position],) if sampling.logprobs is not None else (),
                 prompt if position == 0 else None,
             )

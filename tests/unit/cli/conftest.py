@@ -35,6 +35,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     audits: list[bm.PoolAudit] = field(default_factory=list)
     scaled: ScaleResponse = field(default_factory=ScaleResponse)
     upgrades: list[UpgradeResponse] = field(default_factory=lambda: [UpgradeResponse()])
+    stories: list[list[str]] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     health: HealthServicer = field(default_factory=HealthServicer)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -49,8 +50,14 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         if self.endless:
             self.cancelled.wait(timeout=20)
 
-    def Explain(self, request: inference.ExplainRequest, context: Any) -> NoReturn:
-        raise NotImplementedError
+    def Explain(
+        self, request: inference.ExplainRequest, context: grpc.ServicerContext
+    ) -> inference.ExplainResponse:
+        """Returns the sentences of the next story at each call; it is not found if it has none."""
+        self.requests.append(request)
+        if not (sentences := self.stories.pop(0)):
+            context.abort(grpc.StatusCode.NOT_FOUND, "no record")
+        return inference.ExplainResponse(sentences=sentences)
 
     def Embed(self, request: inference.EmbedRequest, context: Any) -> inference.EmbedResponse:
         self.requests.append(request)

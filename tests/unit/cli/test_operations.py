@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from quire.cli import main
+from quire.supervisor.run_directory import free_port
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeResponse
@@ -295,3 +296,15 @@ def test_upgrade_prints_each_step_once_and_fails_with_the_reason(gateway: Any, c
     assert out == "gateway serves.\n"
     assert err == "quire: the upgrade has ended early: decode-2 does not start: no memory\n"
     assert [request.begin for request in gateway.requests] == [True, False]
+
+
+def test_a_request_is_explained_by_the_gateway_that_served_it(gateway: Any, capsys: Any) -> None:
+    """All gateways of the address are asked, also if one of them is away."""
+    gateway.stories = [[], ["It came.", "It ended."], []]
+    away = f"127.0.0.1:{free_port('127.0.0.1')}"
+    command = ["explain", "r1", "--address", f"{gateway.address},{away},{gateway.address}"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "It came.\nIt ended.\n"
+    assert [each.request_id for each in gateway.requests] == ["r1", "r1"]
+    assert main(["explain", "r2"]) == 1
+    assert "no record" in capsys.readouterr().err

@@ -22,11 +22,11 @@ class Runs:
         self.root = root
         self._stack = stack
 
-    def add(self, name: str) -> Path:
+    def add(self, name: str, port: int = 1) -> Path:
         run = self.root / name
         run.mkdir(exist_ok=True)
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(operations_socket(run, "here", 1)))
+        listener.bind(str(operations_socket(run, "here", port)))
         listener.listen()
         return run
 
@@ -110,3 +110,11 @@ def test_commands_take_the_run_of_the_environment(
     assert main(["workers"]) == 3
     assert "no gateway serves operations in /gone" in capsys.readouterr().err
     assert main(["workers", "--address", gateway.address]) == 0
+
+
+def test_all_gateways_of_a_run_are_found(runs: Runs) -> None:
+    run = runs.add("50051-aaaaaaaa")
+    runs.add_dead("50051-aaaaaaaa")
+    runs.add("50051-aaaaaaaa", port=2)
+    other = operations_socket(run, "here", 2)
+    assert run_address(None, runs.root) == f"{address(run)},unix:{other}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
+from quire.types import Usage
 from services.gateway.http.answering.formats import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
@@ -27,7 +28,6 @@ from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.failures import error_body
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs, joined
 from services.gateway.output.parser.parts import Part, Reasoning
-from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -56,7 +56,7 @@ class Answer:
         """All deltas as one answer."""
         gained: defaultdict[int, list[Delta]] = defaultdict(list)
         prompts: dict[int, PromptReport] = {}
-        usages: list[RequestUsage] = []
+        usages: list[Usage] = []
         async with aclosing(deltas):
             async for number, delta in deltas:
                 gained[self._index(number, delta)].append(delta)
@@ -85,7 +85,7 @@ class Answer:
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields each delta as a part of the answer, as it comes."""
-        usages: dict[int, RequestUsage] = {}
+        usages: dict[int, Usage] = {}
         prompts: dict[int, PromptReport] = {}
         num_echoed: dict[int, int] = {}
         async with aclosing(deltas):
@@ -128,7 +128,7 @@ class Answer:
     def _index(self, number: int, delta: Delta) -> int:
         return number * self.body.num_choices + delta.index
 
-    def _openings(self, first: RequestUsage | None) -> Iterator[JSON]:
+    def _openings(self, first: Usage | None) -> Iterator[JSON]:
         """The parts before the first delta: one for each choice. `first` is that delta's usage."""
         opening = self.format.opening
         if opening is None:
@@ -195,16 +195,16 @@ class Answer:
         for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
             place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
 
-    def _usage(self, usages: Iterable[RequestUsage]) -> JSON:
+    def _usage(self, usages: Iterable[Usage]) -> JSON:
         if self.body.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
         return usage_json(usages)
 
-    def _metrics(self, usages: Iterable[RequestUsage]) -> JSON:
+    def _metrics(self, usages: Iterable[Usage]) -> JSON:
         """The figures, if the answer is to one prompt: several prompts are several requests."""
         return metrics_json(next(iter(usages), None)) if self.body.num_prompts == 1 else {}
 
-    def _part(self, choices: list[JSON], usages: Iterable[RequestUsage] = ()) -> JSON:
+    def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
         part = self._envelope(self.format.chunk_kind, choices)
         if not self.body.include_usage:
             return part

@@ -4,10 +4,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from quire.types import RetainAnswer, Usage
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
 from services.gateway.output.delta import Delta, TokenLogprobs
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
-from services.gateway.output.usage import RequestUsage, RetainAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ _OF_VLLM = (
 )
 
 
-def metrics_json(usage: RequestUsage | None) -> JSON:
+def metrics_json(usage: Usage | None) -> JSON:
     """The fields of an answer with the figures of its request: vLLM's `metrics`, and `quire`."""
     if usage is None or usage.metrics is None:
         return {}
@@ -147,7 +147,7 @@ def metrics_json(usage: RequestUsage | None) -> JSON:
     return {"metrics": {name: figures.pop(name) for name in _OF_VLLM}, "quire": figures}
 
 
-def usage_json(usages: Iterable[RequestUsage]) -> JSON:
+def usage_json(usages: Iterable[Usage]) -> JSON:
     """The field `usage`: the sum over all prompts of an answer."""
     usages = tuple(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from quire.types import Usage
 from services.gateway.http.answering.answer import Deltas
 from services.gateway.http.answering.formats import metrics_json, retained_json
 from services.gateway.http.answering.logprobs import JSON
@@ -13,7 +14,6 @@ from services.gateway.http.failures import anthropic_error, error_body
 from services.gateway.http.messages_api.body import MessagesBody
 from services.gateway.output.delta import Delta
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Reasoning
-from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 
@@ -83,7 +83,7 @@ class MessageAnswer:
         self._request_id = request_id
         self._model = model
         self._blocks = ContentBlocks()
-        self._usage = RequestUsage(0, None, 0, 0.0, 0)
+        self._usage = Usage(0, None, 0, 0.0, 0)
         self._last: Delta | None = None
 
     async def whole(self, deltas: Deltas) -> JSON:

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from quire.types import Usage
 from services.gateway.http.answering.answer import Deltas
 from services.gateway.http.answering.formats import metrics_json, retained_json
 from services.gateway.http.answering.logprobs import JSON
@@ -12,7 +13,6 @@ from services.gateway.http.failures import error_body
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.responses_api.output import OutputItems
 from services.gateway.output.delta import Delta
-from services.gateway.output.usage import RequestUsage
 from services.protocol.ticket import FinishReason
 
 
@@ -66,9 +66,7 @@ class ResponseAnswer:
         self._num_events += 1
         return event
 
-    def _response(
-        self, status: str, usage: RequestUsage | None = None, last: Delta | None = None
-    ) -> JSON:
+    def _response(self, status: str, usage: Usage | None = None, last: Delta | None = None) -> JSON:
         body = self._body
         return {
             "id": self._id,
@@ -108,7 +106,7 @@ def _status(last: Delta | None) -> str:
     return "incomplete" if is_cut else "completed"
 
 
-def _usage_json(usage: RequestUsage, num_reasoning_tokens: int) -> JSON:
+def _usage_json(usage: Usage, num_reasoning_tokens: int) -> JSON:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {
