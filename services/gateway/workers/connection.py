@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from grpc import StatusCode, aio
 
+from blockstore.redis.task_cancellation import cancel_task
 from blockstore.registry import Member
 from quire.v1 import worker_pb2
 from services.gateway.workers.worker import Worker
@@ -105,8 +106,7 @@ class WorkerConnection:
 
     async def close(self) -> None:
         """End the stream. The requests of this gateway that run at the worker are lost."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await cancel_task(self._task)
 
     def _send(self, command: Command) -> None:
         # The outbox needs no bound: each request has only a few unsent commands.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from blockstore.registry import Member
+from quire.supervisor.run_directory import free_port
 from quire.v1 import decode_pb2, worker_pb2
 from services.gateway.workers.connection import WorkerConnection
 from services.protocol.messages import Reserve
@@ -104,6 +105,19 @@ async def test_cancellation_while_a_stream_closes_is_kept(make_harness: Any) -> 
     closing.cancel()
     await asyncio.wait([closing])
     assert closing.cancelled()
+
+
+async def test_a_connection_closes_in_the_moment_in_which_it_fails(make_harness: Any) -> None:
+    """Otherwise the directory, which closes it, would see no other worker any more."""
+    harness = await make_harness(FakePrefill())
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    member = Member("nobody", "decode", address, "serving", 1, PROTOCOL_VERSION)
+    for number in range(100):
+        sink = harness.assembly.dispatcher
+        peer = WorkerConnection(member, "gateway", SECRET.rpc_key, sink)
+        await asyncio.sleep(number % 50 * 1e-4)
+        async with asyncio.timeout(5):
+            await peer.close()
 
 
 def _worker(harness: GatewayHarness, worker_id: str) -> Any:
