@@ -1,5 +1,7 @@
 """A request with several sequences: one request, one ticket, and an end for each sequence."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.gateway.output.delta import Received
@@ -84,7 +86,10 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
     assert walk.decode.sent[-1] == Abort("r1", 1, 1)
     assert walk.decode.num_taken_slots == 2
     walk.on_event(walk.decode, generated(walk, 200, index=1))
-    walk.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
+    late = replace(generated(walk, 201, skip=7, index=1), num_drafts=3, num_accepted=1)
+    walk.on_event(walk.decode, late)
+    stats = walk.output.stats
+    assert (stats.num_accepted_drafts, stats.num_rejected_drafts) == (0, 0)
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 1)
     assert walk.host.ended == [None]

@@ -5,14 +5,21 @@ from dataclasses import replace
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, Resume
+from services.protocol.messages import (
+    Failed,
+    Generated,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Resume,
+)
 from services.protocol.ticket import TicketSequence
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT, FakeSession
 from .groups import admit, answer, asked, ended, num_held, right, start, tokens
-from .runs import prefill
+from .runs import outputs, prefill
 
 # Prefill
 
@@ -41,6 +48,24 @@ async def test_a_group_finds_its_prompt_in_the_cache(pair: WorkerPair) -> None:
     assert issued.num_cached_tokens == 8
     assert [state.token_ids for state in issued.sequences] == [(right(i, 1)[0],) for i in range(4)]
     assert pair.arena.num_computed == 10 + 2
+
+
+async def test_an_abort_at_prefill_is_of_the_only_sequence_or_of_none(pair: WorkerPair) -> None:
+    """Each of several sequences draws one token; the gateway leaves the aborted one out later."""
+    pair.prefill_model.gate.clear()
+    for wanted in (asked(3), asked(1, prompt=PROMPT[::-1], number=2)):
+        pair.prefill.role.submit(pair.session, wanted)
+    await pair.until(lambda: pair.prefill.role.load().num_running == 2)
+    pair.prefill.role.abort(pair.session, "r1", 1, 0)
+    pair.prefill.role.abort(pair.session, "r2", 1, 1)  # of nobody
+    pair.prefill.role.abort(pair.session, "r2", 1, 0)
+    pair.prefill_model.gate.set()
+    await pair.until(lambda: set(pair.prefill.role.running) == set())
+    await pair.prefill.writer.flush()
+    (event,) = pair.session.of(Prefilled)
+    assert [state.index for state in event.ticket.sequences] == [0, 1, 2]
+    pair.prefill.role.abort(pair.session, "r1", 1)
+    await pair.until_empty()
 
 
 # Decode
@@ -162,6 +187,23 @@ async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakeP
     await pair.until(lambda: bool(other.of(Requeued)))
     detached = other.of(Requeued)[0].ticket
     assert [list(state.token_ids) for state in detached.sequences] == [right(0, 5), right(2, 5)]
+    pair.decode.role.abort(other, "r1", 6)
+    await pair.until_empty()
+
+
+async def test_an_abort_of_one_at_rest_is_not_offered_again(make_pair: MakePair) -> None:
+    """The gateway that resumes the parked request gets the sequences that live."""
+    pair = await make_pair(park_window_s=30.0)
+    issued = await start(pair, asked(3, 500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    pair.decode.role.hand_over(pair.session, "r1", 1)
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    pair.decode.role.abort(pair.session, "r1", 1, 1)
+    pair.decode.role.close(pair.session)
+    other = FakeSession()
+    pair.decode.role.resume(other, Resume("r1", 6, issued.digest))
+    await pair.until(lambda: bool(other.of(Requeued)))
+    assert [state.index for state in other.of(Requeued)[0].ticket.sequences] == [0, 2]
     pair.decode.role.abort(other, "r1", 6)
     await pair.until_empty()
 

@@ -20,7 +20,7 @@ from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Drafting, Payoff
 from services.engine.speculation.speculation import Speculation
-from services.protocol.ticket import BeamParams, Ticket
+from services.protocol.ticket import BeamParams, FinishReason, Ticket, TicketSequence
 from tests.drafting import oracle
 from tests.late_device import Device
 
@@ -200,6 +200,21 @@ def test_a_fault_after_a_right_draft_fails_the_group(tmp_path: Path, device: Dev
     assert drawn(outcomes) == RIGHT[:5]
     (failed,) = (failed for outcome in outcomes for failed in outcome.failed)
     assert failed.fault is Fault.NOT_FINITE
+
+
+def test_nothing_follows_a_draft_that_ends_the_text() -> None:
+    """Whatever a drafter proposes: the tokens that were drawn behind the end are dropped."""
+    first, last, after = RIGHT[:3]
+    begun = TicketSequence(0, (first,), (0, 1, 2), len(PROMPT))
+    detached = replace(asked(stop_token_ids=(last,)), sequences=(begun,))
+    rules = Rules.of(detached, SIZE, frozenset(), max_model_len=1000)
+    group = Group.to_continue(detached, rules, (), 3)
+    (one,) = group.sequences
+    one.launch(1, 0, (last,))
+    assert group.retire(one, 1, (last, after), (last,)) == 1
+    advance, _ = group.take_advance()
+    assert [(token.token, token.finish) for token in advance.tokens] == [(last, FinishReason.STOP)]
+    assert not group.sequences
 
 
 def test_drafts_stay_in_the_budget_and_in_the_slots(tmp_path: Path, device: Device) -> None:
