@@ -129,7 +129,7 @@ class RetainAnswer:
     num_asked_tokens: int
     """The tokens of the prefix."""
     num_tokens: int
-    """The tokens that are retained: those of the prefix's full blocks, as far as there is room."""
+    """The tokens that are retained: the prefix's full blocks, as far as there is room."""
     ttl_s: int
     reason: str = ""
     """Why the prefix is not retained, or not all of it."""
