@@ -1,12 +1,12 @@
 """Copies dataclasses to messages and back, field by field, for the codecs; checks what came."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
@@ -79,7 +79,7 @@ def from_wire(kind: type[D], message: Any, **converted: object) -> D:
     """The dataclass of a message that has fields of these names; `converted` are its other fields.
     A field that the message does not have is None where the dataclass allows it. Raises
     InvalidRequest if the number of an enum is unknown."""
-    readers = _readers(kind).items()
+    readers = _readers(cast(Hashable, kind)).items()
     return kind(
         **{name: read(message) for name, read in readers if name not in converted}, **converted
     )
@@ -102,10 +102,10 @@ def _reader(name: str, hint: Any) -> Read:
         )
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        if is_dataclass(item):
+        if isinstance(item, type) and is_dataclass(item):
             return lambda message: tuple(from_wire(item, each) for each in get(message))
         return lambda message: tuple(get(message))
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return lambda message: from_wire(hint, get(message))
     if hint in _ENUMS:
         return lambda message: _ENUMS[hint].member(get(message), name)
