@@ -71,8 +71,10 @@ def try_lock(directory: Path) -> int | None:
 
 
 def default_name(path: Path) -> str:
-    """The default name of a model for clients, by its directory or GGUF file. If the model is in
-    several files, `path` is the first of them: `NAME-00001-of-00003.gguf`."""
+    """The default name of a model for clients, by its directory, its GGUF file, or the link to one,
+    whose target may change. If the model is in several files, `path` is the first of them:
+    `NAME-00001-of-00003.gguf`."""
+    path = Path(os.path.abspath(path))
     if path.suffix != ".gguf":
         return path.name
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)

@@ -46,7 +46,7 @@ def find_model(name: str, *, offline: bool = False) -> ModelSource:
         return ModelSource(_DEMO_NAME, _demo_file(), _DEMO_SETTINGS)
     directory = Path(name).expanduser()
     if directory.is_dir() or (directory.exists() and _is_gguf(directory)):
-        return ModelSource(default_name(directory.resolve()), directory.absolute())
+        return ModelSource(default_name(directory), directory.absolute())
     if directory.exists():
         raise ModelNotFound(
             f"{name} is a file; a model is a directory in Hugging Face format, or a GGUF file"

@@ -147,7 +147,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     @property
     def served_name(self) -> str:
-        return self.model_name or default_name(self.model.resolve())
+        return self.model_name or default_name(self.model)
 
     @property
     def pool_bytes(self) -> int | None:

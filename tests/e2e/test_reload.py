@@ -1,6 +1,7 @@
 """`quire reload` serves new weights in the running processes: streams go on with them."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,8 @@ import pytest
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest, QuireError, Unavailable
-from quire.types import Sampling
+from quire.types import Completion, Sampling
+from tests.adapters import AdapterOracle
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY, Oracle
@@ -62,6 +64,37 @@ async def load(client: AsyncClient) -> AsyncIterator[list[tuple[list[int], list[
     yield answers
     has_ended.set()
     await asyncio.gather(*sending)
+
+
+async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
+    checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """The adapter is loaded again for the new weights, and the draft model drafts for them."""
+    (tmp_path / "model").symlink_to(checkpoint)
+    drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 3})
+    options = ("--lora", f"poet={adapters['poet']}", "--speculative-config", drafting)
+    options = (*options, "--pool-memory", str(POOL_MEMORY))
+    with serving(tmp_path / "model", tmp_path, *options) as deployment:
+        async with AsyncClient(deployment.address, operations=deployment.operations) as client:
+
+            async def told(name: str, prompt: list[int]) -> Completion:
+                return await client.complete(prompt, GREEDY, model=name, timeout_s=60)
+
+            names = [model.id for model in await client.models()]
+            assert sorted(names) == ["model", "poet"]
+            point(link(deployment), new := make_checkpoint(tmp_path / "new", seed=1))
+            waiting = [asyncio.create_task(told(name, PROMPTS[1])) for name in names]
+            await until(client.workers, lambda found: any(each.num_running for each in found))
+            assert await client.reload()
+            for completion in await asyncio.gather(*waiting):
+                assert len(completion.token_ids) == NUM_TOKENS
+            for name in names:
+                completion = await told(name, PROMPTS[0])
+                oracle = AdapterOracle(new, adapters.get(name))
+                assert list(completion.token_ids) == oracle.greedy(PROMPTS[0], NUM_TOKENS)[0]
+                usage = completion.usage
+                assert usage.num_accepted_drafts + usage.num_rejected_drafts
+            await quiet(client)
 
 
 async def identities(client: AsyncClient) -> dict[str, int]:

@@ -15,6 +15,16 @@ def test_a_directory(tmp_path: Path) -> None:
     assert (source.name, source.directory) == ("tiny", tmp_path / "tiny")
 
 
+def test_a_link_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target may change, and clients know the model by one name."""
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "current").symlink_to("step-1")
+    source = find_model(str(tmp_path / "current"))
+    assert (source.name, source.directory) == ("current", tmp_path / "current")
+    monkeypatch.chdir(tmp_path / "step-1")
+    assert find_model(".").name == "step-1"
+
+
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelNotFound, match="is a file; a model is a directory"):

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
 from quire.cli.flags import Json, OperationsFlags
-from quire.errors import NotFound, Unreachable
+from quire.errors import NotFound, QuireError, Unreachable
 from quire.messages import Request
 from quire.types import ChatMessage, Prompt, Sampling
 
@@ -52,9 +51,12 @@ def explain(
 
 def _told_by_any(gateway: OperationsFlags, about: str | Request) -> tuple[str, ...]:
     """What the first gateway tells that knows the request. Raises the error of the last one."""
-    *others, last = gateway.addresses.split(",")
-    for address in others:
-        with suppress(NotFound, Unreachable), gateway.client(address) as client:
-            return client.explain(about)
-    with gateway.client(last) as client:
-        return client.explain(about)
+    failure: QuireError | None = None
+    for address in (addresses := gateway.addresses).split(","):
+        try:
+            with gateway.client(address) as client:
+                return client.explain(about)
+        except (NotFound, Unreachable) as error:
+            failure = error
+    assert failure is not None
+    raise type(failure)(f"{failure}; asked: {addresses}", failure.code)

@@ -128,7 +128,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
     """Answers Starlette's own errors (unknown path or method) and a body that is too large."""
     assert isinstance(error, HTTPException)
     status, text = error.status_code, error.detail
-    if status == 404:
+    if text == HTTPStatus.NOT_FOUND.phrase:
         text = f"there is no {request.url.path}"
     elif status == 405:
         text = f"{request.url.path} does not support the method {request.method}"

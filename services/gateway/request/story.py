@@ -140,7 +140,7 @@ class Story:
         if same := [one for one in alike if one.root == mine.root]:
             return self._evicted(block, max(same, key=lambda one: one.ended_ms))
         if not earlier:
-            return "It is the first prompt that came here."
+            return "This gateway remembers no prompt before it."
         if not alike:
             prompts = count(len(earlier), "prompt")
             return f"The tokens up to {block} were new: not in the {prompts} that came before."

@@ -14,7 +14,7 @@ from services.gateway.scheduling.router import Route, Router, placed, rank_prefi
 from services.gateway.workers.directory import WorkerDirectory
 from services.runtime.errors import UnknownRequest
 
-_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")
+_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")
 """The beginning of the id of an HTTP answer. HTTP also adds 8 digits to an id from a header."""
 _MAX_RUNNING = 64
 """The running requests that may have computed another one's prefix: the oldest ones."""
@@ -42,8 +42,8 @@ class Explainer:
         found = next((each for each in wanted if each.is_visible_to(caller)), None)
         if found is None:
             raise UnknownRequest(
-                f"this gateway has no record of a request {name!r} of yours; it keeps the last "
-                f"{MAX_RECORDS:,} that it served itself, so ask the other gateways too"
+                f"no record of a request {name!r} of yours: a gateway keeps the last "
+                f"{MAX_RECORDS:,} that it served itself"
             )
         others = [
             each

@@ -113,4 +113,6 @@ async def test_retained_prefixes_are_listed_and_dropped(http: httpx.AsyncClient)
     assert prefix["cached_tokens"] is None
     dropped = await http.delete("/v1/cache/a/b", params={"tenant": "acme"})
     assert dropped.json() == {"object": "cache.retention", "name": "a/b", "deleted": True}
-    assert (await http.delete("/v1/cache/p")).status_code == 404
+    missing = await http.delete("/v1/cache/p")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"] == "no prefix is retained as 'p'"

@@ -182,7 +182,11 @@ def test_a_refused_request_has_its_reason() -> None:
             [computed(name="r0", outcome="")],
             "r0 was computing block 1 at the same time.",
         ),
-        (computed(), [computed(name="r0", at_s=9.0)], "It is the first prompt that came here."),
+        (
+            computed(),
+            [computed(name="r0", at_s=9.0)],
+            "This gateway remembers no prompt before it.",
+        ),
     ],
     ids=[
         *("all cached", "never seen", "another salt", "named", "another adapter", "evicted"),
@@ -201,7 +205,7 @@ def test_a_prompt_shorter_than_a_block_is_told() -> None:
     ("num_tokens", "num_cached", "sentence"),
     [
         (48, 47, "The prefix cache had 47 of 48 tokens, all full blocks."),
-        (48, 32, "had 32 of 48 tokens. It is the first prompt that came here."),
+        (48, 32, "had 32 of 48 tokens. This gateway remembers no prompt before it."),
         (48, None, "All of its tokens were computed, cached or not: it asked for their results."),
     ],
 )
