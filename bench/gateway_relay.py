@@ -32,7 +32,6 @@ from prometheus_client import CollectorRegistry
 from bench.counting_workers import SECRET, SPEC, member, run_workers
 from bench.load import GrpcTarget, HttpTarget, Record, Target, send_all
 from bench.make_checkpoint import make_checkpoint
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Role
 from quire.api_keys import hash_key
@@ -54,6 +53,7 @@ from services.runtime.logging import configure_logging
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles
 from services.runtime.rpc.transport import RpcServer
+from tests.memory_registry import MemoryRegistry
 
 KEY = "qk-of-the-benchmark-with-enough-characters"
 _HEADER = (

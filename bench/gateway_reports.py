@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from bench.counting_workers import member
 from bench.make_checkpoint import make_checkpoint
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role
@@ -29,6 +28,7 @@ from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, LoadReport
 from services.runtime.secret import Secret
+from tests.memory_registry import MemoryRegistry
 
 _MEASURED_S = 10.0
 

@@ -9,7 +9,7 @@ from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.runtime.logging import get_logger
 from services.runtime.metrics import MAX_TENANT_LABELS, PoolMetrics
-from services.runtime.usage import UsageWriter, Used
+from services.runtime.usage import Used, write_usage
 
 log = get_logger(__name__)
 
@@ -39,7 +39,6 @@ class Auditor:
         self._metrics = metrics
         self._last_audits = last_audits
         self._models: dict[str, str] = {}
-        self._usage = UsageWriter()
 
     async def observe(self, found: Survey, connection: Connection) -> None:
         """Export the counters of all pools, and remove the counters of pools that are gone."""
@@ -56,7 +55,7 @@ class Auditor:
     async def _write_usage(self, stats: PoolStats, registry: Registry) -> None:
         used = {share.tenant: Used(share.block_ms) for share in stats.shares[:MAX_TENANT_LABELS]}
         source = f"{stats.spec.pool_id} at epoch {stats.ledger_epoch}"
-        await self._usage.write(registry, source, stats.made_ms / 1000, used)
+        await write_usage(registry, source, stats.made_ms / 1000, used)
 
     async def audit(self, connection: Connection) -> None:
         """Recount all pools; log and count every broken law."""

@@ -48,7 +48,7 @@ from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import Secret, deployment_secret
 from services.runtime.ticks import until_tick
 from services.runtime.tracing.opening import open_tracer
-from services.runtime.usage import INTERVAL_S, UsageWriter
+from services.runtime.usage import write_usage
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
@@ -61,6 +61,7 @@ RETIRE_S = 3600.0
 supervisor then ends it."""
 _DRAIN_LIMIT_S = 10.0
 """How long the block manager may take to tell a worker its next role."""
+_USAGE_INTERVAL_S = 5.0
 _LAST_WRITES_S = 1.0
 """How long the servers run after all requests have ended, to write the last answers."""
 
@@ -144,17 +145,17 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 
 async def _write_usage(registry: Registry, source: str, metrics: RequestMetrics) -> NoReturn:
-    writer, began_s = UsageWriter(), time.time()
+    began_s = time.time()
 
-    async def write(limit_s: float, interval_s: float = 0.0) -> None:
+    async def write(limit_s: float) -> None:
         with suppress(BlockStoreError, TimeoutError):
             async with asyncio.timeout(limit_s):
-                await writer.write(registry, source, began_s, metrics.used, interval_s)
+                await write_usage(registry, source, began_s, metrics.used)
 
     try:
         while True:
-            await write(INTERVAL_S)
-            await asyncio.sleep(until_tick(INTERVAL_S))
+            await write(_USAGE_INTERVAL_S)
+            await asyncio.sleep(until_tick(_USAGE_INTERVAL_S))
     finally:
         await write(_LAST_WRITES_S)
 

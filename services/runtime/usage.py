@@ -14,8 +14,6 @@ from typing import NamedTuple
 from blockstore.registry import Registry
 
 KEPT_S = 24 * 3600
-INTERVAL_S = 5.0
-"""How often a source writes its counters."""
 
 
 class Used(NamedTuple):
@@ -31,27 +29,12 @@ class Used(NamedTuple):
         return Used(*(mine + factor * its for mine, its in zip(self, other, strict=True)))
 
 
-class UsageWriter:
-    """Writes the snapshots of one process."""
-
-    def __init__(self) -> None:
-        self._written_at: dict[str, float] = {}
-
-    async def write(
-        self,
-        registry: Registry,
-        source: str,
-        began_s: float,
-        used: Mapping[str, Used],
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        """Write the counters by tenant, unless that was done less than `interval_s` ago. Raises
-        errors of the store."""
-        now_s = time.time()
-        if now_s < self._written_at.get(source, 0.0) + interval_s:
-            return
-        self._written_at[source] = now_s
-        await registry.set_usage(int(now_s // 60), source, json.dumps([int(began_s), used]))
+async def write_usage(
+    registry: Registry, source: str, began_s: float, used: Mapping[str, Used]
+) -> None:
+    """Write the counters of a source, by tenant. Raises errors of the store."""
+    minute = int(time.time() // 60)
+    await registry.set_usage(minute, source, json.dumps([int(began_s), used]))
 
 
 async def used_since(registry: Registry, since_s: float) -> dict[str, Used]:

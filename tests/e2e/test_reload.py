@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +78,23 @@ async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
     with serving(tmp_path / "model", tmp_path, *options) as deployment:
         async with AsyncClient(deployment.address, operations=deployment.operations) as client:
 
-            async def told(name: str, prompt: list[int]) -> Completion:
-                return await client.complete(prompt, GREEDY, model=name, timeout_s=60)
+            async def told(name: str, prompt: list[int], max_tokens: int) -> Completion:
+                sampling = replace(GREEDY, max_tokens=max_tokens)
+                return await client.complete(prompt, sampling, model=name, timeout_s=60)
 
-            names = [model.id for model in await client.models()]
+            models = await until(client.models, lambda found: len(found) == 2)
+            names = [model.id for model in models]
             assert sorted(names) == ["model", "poet"]
             point(link(deployment), new := make_checkpoint(tmp_path / "new", seed=1))
-            waiting = [asyncio.create_task(told(name, PROMPTS[1])) for name in names]
+            waiting = [asyncio.create_task(told(name, PROMPTS[1], NUM_TOKENS)) for name in names]
             await until(client.workers, lambda found: any(each.num_running for each in found))
             assert await client.reload()
             for completion in await asyncio.gather(*waiting):
                 assert len(completion.token_ids) == NUM_TOKENS
             for name in names:
-                completion = await told(name, PROMPTS[0])
+                completion = await told(name, PROMPTS[0], 40)
                 oracle = AdapterOracle(new, adapters.get(name))
-                assert list(completion.token_ids) == oracle.greedy(PROMPTS[0], NUM_TOKENS)[0]
+                assert list(completion.token_ids) == oracle.greedy(PROMPTS[0], 40)[0]
                 usage = completion.usage
                 assert usage.num_accepted_drafts + usage.num_rejected_drafts
             await quiet(client)

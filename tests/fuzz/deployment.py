@@ -13,7 +13,6 @@ import numpy as np
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
 from quire.supervisor.child import ChildSpec, Stage
@@ -43,6 +42,7 @@ from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 from tests.integration.gateway.conftest import write_model
+from tests.memory_registry import MemoryRegistry
 from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running
 from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps

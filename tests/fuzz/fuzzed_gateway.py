@@ -9,7 +9,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
@@ -31,6 +30,7 @@ from services.protocol.messages import Command, DrainNotice, LoadReport
 from services.protocol.worker_stream import DECODE, PREFILL
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
+from tests.memory_registry import MemoryRegistry
 
 MODEL = "toy"
 VOCAB = 300

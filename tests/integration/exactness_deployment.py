@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Member, Role
 from kvops import int8_kv
 from quire import messages
@@ -57,6 +56,7 @@ from tests.drafting import AsMany, SometimesWrong, oracle
 from tests.exactness import SEED, Answer
 from tests.grpc_context import FakeContext
 from tests.late_device import LateForward
+from tests.memory_registry import MemoryRegistry
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 from tests.waiting import until
 

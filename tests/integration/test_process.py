@@ -13,12 +13,12 @@ from typing import IO
 import pytest
 
 from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member
 from quire.module_command import service_command
 from services.runtime.errors import StartupError
 from services.runtime.process import retry_until_available
 from services.runtime.registry_heartbeat import RegistryHeartbeat
+from tests.memory_registry import MemoryRegistry
 
 LIMIT_S = 20
 COOK = """

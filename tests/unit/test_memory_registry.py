@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member, Registry
 from tests.clock import Clock
+from tests.memory_registry import MemoryRegistry
 
 MEMBER = Member("d1", "decode", "127.0.0.1:1", "serving", started_unix_ms=0, protocol_version=1)
 

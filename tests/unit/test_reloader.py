@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Member, Role
 from quire.v1.worker_pb2 import Draining
 from services.block_manager.operators.reload import Reloader
 from services.runtime.errors import InvalidRequest, QuireError, Unavailable
+from tests.memory_registry import MemoryRegistry
 
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 OLD = [Member(f"{role}-1-00", role, f"{role}:1", "serving", 0, 1, model="m") for role in ROLES]

@@ -1,16 +1,15 @@
 """The usage of tenants since a time: the difference between snapshots of each source."""
 
-import json
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from blockstore.memory_registry import MemoryRegistry
 from services.gateway.access.caller import EVERYONE, Caller, bind_caller
 from services.gateway.http.usage import usage_route
-from services.runtime.usage import UsageWriter, Used, used_since
+from services.runtime.usage import Used, used_since, write_usage
+from tests.memory_registry import MemoryRegistry
 
 BEGAN_S = 6000.0
 """The beginning of minute 100."""
@@ -32,33 +31,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 async def test_usage_is_what_counters_grew(clock: Time) -> None:
     """To the minute; from the beginning of a source that is younger; of all sources together; also
     of a process that is gone, or another one that goes on with the same counters."""
-    registry, gateway = MemoryRegistry(), UsageWriter()
+    registry = MemoryRegistry()
     for second in range(0, 300, 5):
         clock.now_s = BEGAN_S + 30 + second
         used = {"acme": Used(0, 2 * second, second, 1), "beta": Used(0, second // 200, 0, 0)}
-        await gateway.write(registry, "gateway-1", BEGAN_S + 30, used)
-        writer = gateway if second < 150 else UsageWriter()
-        await writer.write(registry, "pool", BEGAN_S - 9999, {"acme": Used(second * 1000)})
+        await write_usage(registry, "gateway-1", BEGAN_S + 30, used)
+        await write_usage(registry, "pool", BEGAN_S - 9999, {"acme": Used(second * 1000)})
 
     everything = await used_since(registry, BEGAN_S)
     assert everything["beta"] == Used(0, 1, 0, 0)
     assert everything["acme"][1:] == (590, 295, 1)
     assert (await used_since(registry, BEGAN_S + 200))["acme"] == Used(150_000, 300, 150, 0)
     assert (await used_since(registry, clock.now_s + 120)) == {}
-    await writer.write(registry, "late", BEGAN_S + 290, {"acme": Used(7)})  # began in minute 104
+    await write_usage(registry, "late", BEGAN_S + 290, {"acme": Used(7)})  # began in minute 104
     assert (await used_since(registry, BEGAN_S + 300))["acme"].block_ms == 30_000 + 7
-
-
-async def test_a_source_writes_every_few_seconds(clock: Time) -> None:
-    registry, writer = MemoryRegistry(), UsageWriter()
-    for number in range(3):
-        clock.now_s += 3
-        await writer.write(registry, "gateway-1", BEGAN_S, {"acme": Used(number)})
-    (entry,) = await registry.usage(100, 100)
-    assert json.loads(entry["gateway-1"]) == [6000, {"acme": [2, 0, 0, 0]}]
-    await writer.write(registry, "gateway-1", BEGAN_S, {"acme": Used(9)}, interval_s=0)
-    (entry,) = await registry.usage(100, 100)
-    assert json.loads(entry["gateway-1"])[1] == {"acme": [9, 0, 0, 0]}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +61,7 @@ async def test_only_operators_see_other_tenants(
 ) -> None:
     registry = MemoryRegistry()
     used = {"~": Used(500), "acme": Used(1500, 30, 10, 5)}
-    await UsageWriter().write(registry, "gateway-1", BEGAN_S, used)
+    await write_usage(registry, "gateway-1", BEGAN_S, used)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         bind_caller(caller)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import AuditReport
 from blockstore.registry import Member
@@ -26,6 +25,7 @@ from services.pool.header import PoolHeader
 from services.pool.layout import PoolLayout
 from services.pool.stamps import record_bytes
 from services.runtime.metrics import PoolMetrics
+from tests.memory_registry import MemoryRegistry
 
 LIMIT_S = 60.0
 NUM_BLOCKS = 11

@@ -2,13 +2,13 @@
 
 import pytest
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from services.block_manager.retention_copies import RetentionCopies
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import survey
 from tests.clock import Clock
+from tests.memory_registry import MemoryRegistry
 
 from .conftest import H0, H1, H2
 

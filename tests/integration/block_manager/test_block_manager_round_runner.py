@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from services.block_manager.rounds import Connection, RoundRunner
 from services.runtime.grace_timer import GraceTimer
 from tests.clock import Clock
+from tests.memory_registry import MemoryRegistry
 
 LIMIT_S = 10.0
 

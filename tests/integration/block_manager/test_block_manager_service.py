@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Asserted, PoolSpec
 from blockstore.registry import Load, Member
@@ -30,6 +29,7 @@ from services.block_manager.rounds import Connection, RoundRunner
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import InvalidRequest, Unauthenticated, VersionMismatch
 from services.runtime.rpc.transport import RpcServer, open_channel
+from tests.memory_registry import MemoryRegistry
 from tests.secret import OTHER, SECRET, guard
 
 SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_bytes=64)

@@ -13,7 +13,6 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
@@ -26,6 +25,7 @@ from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.gateway.workers import directory as worker_directory
 from services.runtime.rpc.transport import RpcServer, open_channel
+from tests.memory_registry import MemoryRegistry
 from tests.secret import SECRET
 from tests.waiting import until
 

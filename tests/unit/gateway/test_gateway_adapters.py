@@ -10,13 +10,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
-from blockstore.memory_registry import MemoryRegistry
 from services.gateway.config import GatewayOptions, GatewaySettings
 from services.gateway.workers.adapters import GatewayAdapters
 from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from services.model.checkpoint.reading import read_model_config
 from services.model.config.model_config import ModelConfig
 from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
+from tests.memory_registry import MemoryRegistry
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockstore.memory_registry import MemoryRegistry
 from services.gateway.scheduling.request_queue import RequestQueue
 from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order, queue_order
 from tests.clock import Clock
+from tests.memory_registry import MemoryRegistry
 
 
 @dataclass(frozen=True, eq=False)

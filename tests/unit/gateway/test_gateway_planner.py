@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role, State
 from services.gateway.scheduling.planner import Planner
 from services.runtime.metrics import GatewayMetrics
+from tests.memory_registry import MemoryRegistry
 
 SPEC = PoolSpec("p-1", "m", "fingerprint", 10, 16, 1024, 0)
 

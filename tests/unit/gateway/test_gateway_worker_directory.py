@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from blockstore.errors import StoreLost, StoreUnavailable
-from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
@@ -16,6 +15,7 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.worker import Worker
 from services.runtime.errors import StartupError
+from tests.memory_registry import MemoryRegistry
 from tests.waiting import until
 
 TTL_S = 1e6

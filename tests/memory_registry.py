@@ -1,4 +1,4 @@
-"""`Registry` in plain Python: for deployments in one process, and the fake of the unit tests."""
+"""`Registry` in plain Python, in place of a server."""
 
 import time
 from collections.abc import Callable
