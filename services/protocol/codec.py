@@ -9,11 +9,11 @@ import math
 from itertools import pairwise
 
 from blockstore.registry import Load
-from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from quire.v1 import ticket_pb2, worker_pb2
 from services.protocol.fields import FINISH_REASONS, from_wire, require, to_fields
 from services.protocol.messages import LoadReport
 from services.protocol.sampling_codec import sampling_from_wire
-from services.protocol.ticket import MAX_SEQUENCES, FinishReason, Ticket, TicketState
+from services.protocol.ticket import MAX_SEQUENCES, Ticket, TicketState
 from services.runtime.tracing.context import MAX_TRACEPARENT_CHARS
 
 ROOT_HASH_BYTES = 16
@@ -63,12 +63,6 @@ def check_request_id(request_id: str) -> None:
     """Raises InvalidRequest if the id is empty or too long."""
     require(bool(request_id), "request_id is empty")
     require(len(request_id) <= MAX_REQUEST_ID_CHARS, "request_id is too long")
-
-
-def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
-    """Return the reason, or None while the sequence runs. Raises InvalidRequest if the number is
-    unknown."""
-    return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 
 def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:

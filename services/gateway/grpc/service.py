@@ -24,8 +24,7 @@ from services.gateway.api import (
 from services.gateway.chat.prompts import check_num_messages
 from services.gateway.checks import require
 from services.gateway.output.delta import Delta, Received, TokenLogprobs
-from services.protocol.codec import finish_reason_from_wire
-from services.protocol.fields import FINISH_REASONS
+from services.protocol.fields import FINISH_REASONS, from_wire, values
 from services.protocol.sampling_codec import (
     early_stopping_from_wire,
     given_fields,
@@ -81,12 +80,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(
-            models=[
-                inference_pb2.Model(**{one.name: getattr(model, one.name) for one in fields(Model)})
-                for model in self._generator.models()
-            ]
-        )
+        served = self._generator.models()
+        names = [one.name for one in fields(Model)]
+        return inference_pb2.ListModelsResponse(models=[values(model, names) for model in served])
 
     @contextmanager
     def _recorded(
@@ -105,7 +101,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 def request_from_wire(
     message: inference_pb2.GenerateRequest, timeout_s: float | None
 ) -> GenerationRequest:
-    received = _received(message.received) if message.HasField("received") else None
+    received = None
+    if message.HasField("received"):
+        received = tuple(from_wire(Received, each) for each in message.received.sequences)
     is_new = received is None and not message.resume_token
     return GenerationRequest(
         prompt=_prompt(message),
@@ -143,13 +141,6 @@ def _directive(
         require(1 <= number <= len(chat), f"num_messages is {number}, not in [1, {len(chat)}]")
         until = _messages(chat[:number])
     return RetainDirective(asked.ttl_s, asked.name, until)
-
-
-def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
-    return tuple(
-        Received(s.index, tuple(s.token_ids), finish_reason_from_wire(s.finish_reason))
-        for s in message.sequences
-    )
 
 
 def _prompt(message: Any) -> Prompt:
@@ -223,6 +214,7 @@ def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
 
 
 def _candidate(one: Candidate) -> logprobs_pb2.Candidate:
+    """As `to_fields` does, in a quarter of the time: there may be twenty for each token."""
     return logprobs_pb2.Candidate(
         token_id=one.token_id, logprob=one.logprob, rank=one.rank, token=one.token
     )
