@@ -2,6 +2,7 @@
 their relays, real workers over a model that is a function, and a ledger that can be audited."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
-from quire.supervisor.child import ChildSpec, Stage
+from quire.supervisor.child import Child, ChildSpec, Listeners, ParentPipe, Stage
+from quire.supervisor.console import Console
 from quire.supervisor.roles import Roles
 from quire.supervisor.service import SupervisorService
 from quire.supervisor.upgrade import Upgrader
@@ -86,27 +88,15 @@ class Letters(FakeForward):
                 return fault
 
 
-@dataclass
-class Child:
-    """A substitute for a process of the supervisor that does nothing."""
+class IdleChild(Child):
+    """A service of the supervisor whose process never starts."""
 
-    spec: ChildSpec
-    is_staying: bool = True
-    has_ended: bool = False
-    failure: str = ""
-    running_since: float = 0.0
-    pid: int | None = None
-
-    def __post_init__(self) -> None:
-        self.role = self.spec.role
+    def __init__(self, spec: ChildSpec, pipe: ParentPipe) -> None:
+        super().__init__(spec, pipe, Listeners(), Console(io.StringIO()), lambda: True)
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    def drain(self) -> None:
-        self.is_staying = False
-        self.has_ended = True
+    def failure(self) -> str:
+        return "it never starts"
 
 
 @dataclass
@@ -209,21 +199,24 @@ class Deployment:
                 LastAudits(),
             ),
         )
-        children: Any = [
-            Child(ChildSpec(f"{role}-1", (), Stage.WORKER, role=role, model="toy"))
-            for role in ("prefill", "decode")
-        ]
-        groups = [replace(child.spec, name=child.spec.role) for child in children]
+        children: list[Child] = []
+        pipe = ParentPipe()
+        self.stack.callback(pipe.close)
 
-        def start(spec: ChildSpec) -> Any:
-            children.append(Child(spec))
+        def start(spec: ChildSpec) -> Child:
+            children.append(IdleChild(spec, pipe))
             return children[-1]
+
+        groups = [ChildSpec(role, (), Stage.WORKER, role=role, model="toy") for role in ROLES]
+        for group in groups:
+            start(group.worker(1, 0))
 
         scaler = WorkerScaler(children, start, groups)
         # As in `quire serve`: without our interceptor.
         server = aio.server()
-        roles: Any = Roles(children, self.directory)  # no gateway has a socket there
-        upgrader = Upgrader((), lambda spec: children[0], scaler, roles, self.directory)
+        roles = Roles(children, self.directory)  # no gateway has a socket there
+        upgrader = Upgrader(children, start, scaler, roles, self.directory)
+        self.stack.push_async_callback(upgrader.close)
         service = SupervisorService(scaler, upgrader, roles)
         supervisor_pb2_grpc.add_SupervisorServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")

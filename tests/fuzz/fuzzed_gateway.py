@@ -10,7 +10,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
-from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
@@ -21,19 +20,17 @@ from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
-from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.connection import deliver
+from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.models.catalog import load_model
 from services.gateway.workers.movers import Movers
-from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
-from services.protocol.messages import Command, DrainNotice, LoadReport
+from services.protocol.messages import Command
 from services.protocol.worker_stream import DECODE, PREFILL
+from services.runtime.errors import InvalidRequest
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
 from tests.memory_registry import MemoryRegistry
-
-MODEL = "toy"
-VOCAB = 300
 
 
 class WorkerSession(Session):
@@ -86,13 +83,15 @@ class FakeConnection:
         message = self._stream_type.command(command)
         request = type(message).FromString(message.SerializeToString())
         self.fake.names.shorten(request)
-        kind = request.WhichOneof("command")
-        self.fake.seen.append(getattr(request, kind))
-        asyncio.get_running_loop().call_soon(self._execute, self.session, request, kind)
+        self.fake.seen.append(getattr(request, request.WhichOneof("command")))
+        asyncio.get_running_loop().call_soon(self._execute, self.session, request)
 
-    def _execute(self, session: WorkerSession, request: Any, kind: str) -> None:
+    def _execute(self, session: WorkerSession, request: Any) -> None:
         if session in self.fake.sessions:
-            getattr(self.fake, f"on_{kind}")(session, getattr(request, kind))
+            try:
+                self.fake.execute(session, request)
+            except InvalidRequest:
+                self._reconnect()
 
     def _arrive(self, message: Any) -> None:
         if not self.worker.connected:
@@ -100,69 +99,33 @@ class FakeConnection:
         self.fake.names.restore(message)
         try:
             for event in self._stream_type.events(message):
-                match event:
-                    case LoadReport():
-                        self.worker.report(event)
-                        self.sink.on_report(self.worker)
-                    case DrainNotice():
-                        self.worker.draining = True
-                    case _:
-                        self.sink.on_event(self.worker, event)
+                deliver(event, self.worker, self.sink)
         except (KeyError, ValueError):
-            corrupt = self.session.corrupt
-            self.break_stream()
-            self.open(self.sink)
-            self.session.corrupt = corrupt
+            self._reconnect()
         self.sink.on_change()
 
+    def _reconnect(self) -> None:
+        corrupt = self.session.corrupt
+        self.break_stream()
+        self.open(self.sink)
+        self.session.corrupt = corrupt
 
-@dataclass
-class FakeDirectory:
+    async def close(self) -> None:
+        """The directory never removes it."""
+
+
+class SettledDirectory(WorkerDirectory):
     """All workers are on one pool and stay in the registry."""
 
-    connections: list[FakeConnection]
-    served_model: Any
-    another_gateway_serves: bool = False
-    starting: tuple[()] = ()
-
-    @property
-    def _workers(self) -> list[Worker]:
-        return [connection.worker for connection in self.connections]
-
-    @property
-    def pool(self) -> Pool:
-        usable = [worker for worker in self._workers if worker.usable]
-        roles = [
-            tuple(w for w in usable if w.member.role == role) for role in ("prefill", "decode")
-        ]
-        return Pool(SPEC, *roles)
-
-    def look_again(self) -> None:
-        """There is no registry."""
-
-    def model_names(self) -> tuple[str, ...]:
-        return (MODEL,)
-
-    def served(self, name: str) -> ModelPools:
-        return ModelPools(self.served_model, 4096, (self.pool,))
-
-    def complete_pools(self, name: str) -> tuple[Pool, ...]:
-        is_complete = self.pool.prefill and self.pool.decode
-        return (self.pool,) if is_complete else ()
-
-    def prefill_pools(self, name: str) -> tuple[Pool, ...]:
-        return (self.pool,) if self.pool.prefill else ()
-
-    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
-        return tuple((w, SPEC) for w in self._workers if w.member.role == "decode")
-
-    def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
-        decode = (w for w in self._workers if w.member.role == "decode" and w.connected)
-        return {SPEC.pool_id: tuple(decode)}
-
-    def forget_refusals(self) -> None:
-        for worker in self._workers:
-            worker.forget_refusals()
+    def __init__(
+        self, store: MemoryStore, connections: list[FakeConnection], directory: Path
+    ) -> None:
+        super().__init__(
+            MemoryRegistry(), store, lambda _: connections[0], load_model, lambda: None
+        )
+        self._connections = {one.worker.id: one for one in connections}
+        self._specs = {SPEC.pool_id: SPEC}
+        self._models = {str(directory): load_model(str(directory))}
 
 
 @dataclass
@@ -178,7 +141,7 @@ class FuzzedGateway:
         store, registry, changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
         await store.register_pool(SPEC)
         self.connections = [FakeConnection(fake, str(self.directory)) for fake in fakes]
-        directory: Any = FakeDirectory(self.connections, load_model(str(self.directory)))
+        directory = SettledDirectory(store, self.connections, self.directory)
         request_metrics = RequestMetrics(CollectorRegistry())
         options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(

@@ -89,7 +89,7 @@ class SearchingDecode(FakeDecode):
         if not _searches(ticket):
             super().on_admit(session, admit)
             return
-        assert self.slots[ticket.request_id, ticket.attempt] >= ticket.sampling.beam.width
+        self.check_slots((ticket.request_id, ticket.attempt), ticket.sampling.beam.width)
         self.begin(session, admit, lambda: self._search(session, ticket))
 
     def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None:

@@ -6,6 +6,7 @@ import selectors
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -74,17 +75,18 @@ class LateStore:
     def __getattr__(self, name: str) -> Callable[..., asyncio.Future[Any]]:
         there, back = self._ways[name in ("heartbeat", "holders", "stats", "match")]
 
-        def call(*args: Any) -> asyncio.Future[Any]:
+        def call(*args: Any, **named: Any) -> asyncio.Future[Any]:
             reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            there.put(lambda: self._carry_out(name, args, reply, back))
+            wanted = partial(getattr(self._store, name), *args, **named)
+            there.put(lambda: self._carry_out(wanted, reply, back))
             return reply
 
         return call
 
-    def _carry_out(self, name: str, args: Any, reply: asyncio.Future[Any], back: Pipe) -> None:
+    def _carry_out(self, wanted: Callable[[], Any], reply: asyncio.Future[Any], back: Pipe) -> None:
         answer, error = None, None
         try:
-            getattr(self._store, name)(*args).send(None)
+            wanted().send(None)
         except StopIteration as done:
             answer = done.value
         except Exception as raised:

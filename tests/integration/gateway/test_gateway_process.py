@@ -238,7 +238,7 @@ async def test_operations_are_served_at_the_operations_address_only(
     service."""
     port = await free_port()
     gateway = await launch(stack, valkey.url, short_path, OPERATIONS_PORT=str(port))
-    (socket,) = living_sockets(short_path)
+    (socket,) = await until(lambda: living_sockets(short_path), bool)  # the last that listens
     answers = {}
     for address in (gateway.address, f"unix:{socket}", f"127.0.0.1:{port}"):
         async with open_channel(address) as channel:

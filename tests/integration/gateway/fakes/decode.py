@@ -10,6 +10,7 @@ from grpc import aio
 from blockstore.registry import Load, Role
 from quire.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2, ticket_pb2, worker_pb2
 from services.protocol.codec import ticket_from_wire
+from services.runtime.errors import InvalidRequest
 
 from .model import next_token, state_of, told
 from .worker import FakeWorker, Session
@@ -102,9 +103,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def on_admit(self, session: Session, admit: decode_pb2.Admit) -> None:
         ticket = admit.ticket
         key = ticket.request_id, ticket.attempt
-        assert len(ticket.sequences) <= self.slots[key]
+        self.check_slots(key, len(ticket.sequences))
         self.slots[key] = len(ticket.sequences)
         self.begin(session, admit, lambda: self._run(session, ticket))
+
+    def check_slots(self, key: tuple[str, int], number: int) -> None:
+        """InvalidRequest, as from a real worker, if fewer slots are reserved for this attempt."""
+        if number > self.slots.get(key, 0):
+            raise InvalidRequest(f"{self.slots.get(key, 0)} slots are reserved for {number}")
 
     def _run(self, session: Session, ticket: ticket_pb2.Ticket) -> None:
         self.running[ticket.request_id] = Running.of(session, ticket)

@@ -13,7 +13,7 @@ from blockstore.registry import Load, Member, Role
 from quire.v1 import worker_pb2
 from services.gateway.identity import client_id
 from services.protocol.version import LIBRARIES, PROTOCOL_VERSION, spoken_with
-from services.runtime.errors import Unavailable
+from services.runtime.errors import InvalidRequest, QuireError, Unavailable, VersionMismatch
 from services.runtime.rpc.message_batching import unpack_batch
 from services.runtime.rpc.transport import RpcServer
 from tests.secret import guard
@@ -78,13 +78,13 @@ class Session:
     def end(self) -> None:
         self._outgoing.put_nowait(None)
 
-    def die(self) -> None:
+    def fail(self, error: QuireError) -> None:
         """Break the stream once its messages are sent."""
-        self._outgoing.put_nowait(Unavailable("the worker has died"))
+        self._outgoing.put_nowait(error)
 
     async def responses(self) -> AsyncIterator[Any]:
         while (response := await self._outgoing.get()) is not None:
-            if isinstance(response, Unavailable):
+            if isinstance(response, QuireError):
                 await asyncio.sleep(DELIVERY_S)
                 raise response
             yield response
@@ -121,8 +121,9 @@ class FakeWorker:
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
         hello = (await anext(stream)).hello
-        spoken = spoken_with(self.protocol_version)
-        assert (hello.protocol_version, hello.function_library) == (spoken, LIBRARIES[spoken])
+        spoken, theirs = spoken_with(self.protocol_version), hello.protocol_version
+        if (theirs, hello.function_library) != (spoken, LIBRARIES[spoken]):
+            raise VersionMismatch(f"{hello.peer_id} speaks {theirs}, this worker {spoken}")
         while self.stuck:
             await asyncio.sleep(0.01)
         self.num_hellos += 1
@@ -147,15 +148,32 @@ class FakeWorker:
             requests = list(unpack_batch(together))
             self.together.append([request.WhichOneof("command") for request in requests])
             for request in requests:
-                self._obey(session, request)
+                self.seen.append(getattr(request, request.WhichOneof("command")))
+                try:
+                    self.execute(session, request)
+                except InvalidRequest as error:
+                    session.fail(error)
 
-    def _obey(self, session: Session, request: Any) -> None:
+    def execute(self, session: Session, request: Any) -> None:
+        """Execute a command. An invalid one fails the request that it names, as at a real worker;
+        InvalidRequest if it names none, which ends the stream."""
         kind = request.WhichOneof("command")
         command = getattr(request, kind)
-        self.seen.append(command)
         if kind == "abort" and not command.HasField("index"):
             self.aborted.append((command.request_id, command.attempt))
-        getattr(self, f"on_{kind}")(session, command)
+        execute = getattr(self, f"on_{kind}", self._refuse)
+        try:
+            execute(session, command)
+        except InvalidRequest as error:
+            about = getattr(command, "ticket", command)
+            if not getattr(about, "request_id", ""):
+                raise
+            key = {"request_id": about.request_id, "attempt": about.attempt}
+            self.on_abort(session, worker_pb2.Abort(**key))
+            session.send(failed=worker_pb2.Failed(code=error.code, message=str(error), **key))
+
+    def _refuse(self, session: Session, command: Any) -> None:
+        raise InvalidRequest(f"{self.worker_id} takes no {command.DESCRIPTOR.name}")
 
     async def _keep_reporting(self, session: Session) -> None:
         while True:
@@ -209,7 +227,7 @@ class FakeWorker:
     def die(self) -> None:
         """Break all streams, as a death does. Afterwards it is a new worker."""
         for session in self.sessions:
-            session.die()
+            session.fail(Unavailable("the worker has died"))
 
     def report(self, load: Load, draining: bool = False) -> None:
         self.load = load
