@@ -6,7 +6,7 @@ Each is declared here once, for `quire serve`, the services, and the other comma
 from typing import Literal
 
 Dtype = Literal["auto", "bfloat16", "float32"]
-KvDtype = Literal["auto", "int8"]
+KvDtype = Literal["auto", "int8", "fp8"]
 Quantize = Literal["auto", "none", "int8", "int4", "int4-32", "int4-128"]
 Backend = Literal["auto", "cpu", "reference", "triton"]
 Attention = Literal["auto", "flashinfer", "flash", "triton", "reference"]

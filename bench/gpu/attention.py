@@ -9,8 +9,8 @@ import torch
 
 import kvops
 from bench.gpu.check import Check, Machine, Passed, Skipped, compare, same_bits, worst
-from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch
-from kvops import AttentionShape, Backend
+from bench.gpu.paged import Geometry, PagedBatch, attend, fill_nan, paged_batch
+from kvops import AttentionShape, Backend, fp8
 from kvops.step import AttentionStep, page_facts
 
 Rows = list[tuple[int, int]]
@@ -58,7 +58,10 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "contexts of 0 beside others", lambda: _without_context(machine, ops, reference)
     yield "sinks", lambda: _sinks(machine, ops, reference)
     yield "flash equals the reference", lambda: _flash(machine, reference)
-    yield "flashinfer equals the reference", lambda: _flashinfer(machine, reference)
+    yield "keys and values in fp8", lambda: _in_fp8(machine, ops, reference)
+    yield "flashinfer equals the reference", lambda: _flashinfer(machine, reference, FLASHINFER)
+    in_fp8 = replace(FLASHINFER, in_fp8=True)
+    yield "flashinfer in fp8", lambda: _flashinfer(machine, reference, in_fp8)
     yield "flashinfer in several runs", lambda: _several_runs(machine)
 
 
@@ -126,8 +129,44 @@ def _sinks(machine: Machine, ops: Backend, reference: Backend) -> Passed:
     return worst(shares, f"{len(shares)} batches")
 
 
-def _planning() -> tuple[Backend, AttentionShape]:
-    shape = AttentionShape(16, 4, 128, FLASHINFER.block_size, BF16, BF16)
+def _in_fp8(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+    """The bytes that are stored, also of numbers that are too large, and attention."""
+    geometry = Geometry(16, 16, 4, head_dim=machine.pick(128, 16), dtype=machine.half, in_fp8=True)
+    heads = fp8_numbers(geometry.head_dim).to(machine.half).to(machine.device)
+    slots = torch.arange(len(heads), device=machine.device)
+    arena = torch.zeros(
+        *(len(heads) // 16, 2, 16, 4, geometry.head_dim),
+        dtype=geometry.kv_dtype,
+        device=machine.device,
+    )
+    ops.store_kv(arena, heads, heads, slots)
+    expected = fp8.saturated(heads.cpu()).view(torch.uint8)
+    for half in (0, 1):
+        found = arena.cpu().view(torch.uint8)[:, half].flatten(0, 1)
+        same_bits(found, expected, "stored heads")
+    ops.store_heads(arena.fill_(0), heads.repeat(1, 4, 1), heads, heads, slots)
+    found = arena.cpu().view(torch.uint8)[:, 0].flatten(0, 1)
+    same_bits(found, expected, "heads stored with queries")
+    shares = []
+    for rows in machine.pick(ROWS, TINY_ROWS):
+        for window in (None, 40):
+            batch = paged_batch(geometry, rows, seed=len(rows), window=window)
+            found = attend(ops, machine.moved(batch), window)
+            shares.append(compare(found, attend(reference, batch, window)))
+    return worst(shares, f"{len(heads)} tokens stored, {len(shares)} batches")
+
+
+def fp8_numbers(head_dim: int) -> torch.Tensor:
+    """Heads [tokens, 4, head_dim] of all sizes that e4m3 has, and beyond: fp32."""
+    sizes = torch.exp2(torch.linspace(-12, 12, 64 * 4 * head_dim))
+    draw = torch.Generator().manual_seed(1)
+    numbers = sizes * torch.randn(sizes.shape, generator=draw).sign()
+    numbers[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    return numbers.view(64, 4, head_dim)
+
+
+def _planning(geometry: Geometry) -> tuple[Backend, AttentionShape]:
+    shape = AttentionShape(16, 4, 128, geometry.block_size, BF16, geometry.kv_dtype)
     try:
         ops = kvops.backend("flashinfer")
         ops.check_attention(shape)
@@ -145,18 +184,18 @@ def _planned(
     ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
     begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
     there = machine.moved(batch)
-    there.kv_layer.nan_to_num_(1.0)
+    fill_nan(there.kv_layer, 1.0)
     ops.plan(
         AttentionStep(shape, batch.cu_query_lens.numpy(), begins, last, ids.to(machine.device))
     )
     return there
 
 
-def _flashinfer(machine: Machine, reference: Backend) -> Passed:
-    ops, shape = _planning()
+def _flashinfer(machine: Machine, reference: Backend, geometry: Geometry) -> Passed:
+    ops, shape = _planning(geometry)
     shares = []
     for rows in ROWS:
-        batch = paged_batch(FLASHINFER, rows, seed=len(rows))
+        batch = paged_batch(geometry, rows, seed=len(rows))
         there = _planned(machine, ops, shape, batch)
         shares.append(compare(attend(ops, there), attend(reference, batch)))
     return worst(shares, f"{len(shares)} batches")
@@ -165,7 +204,7 @@ def _flashinfer(machine: Machine, reference: Backend) -> Passed:
 def _several_runs(machine: Machine) -> Passed:
     """A decode step whose partial results exceed the workspace: 600 rows that share 30,000
     positions. Its last rows have the bits of a step of their own."""
-    ops, shape = _planning()
+    ops, shape = _planning(FLASHINFER)
     long = paged_batch(FLASHINFER, [(1, 30_000)], seed=1)
     num_rows, few = 600, 3
 

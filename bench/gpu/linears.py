@@ -14,6 +14,7 @@ from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, sa
 from bench.gpu.experts import randn
 from bench.gpu.speed import copy_rate
 from kvops import Backend, fp8
+from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.grouped import GroupedWeight, like, pack
 from kvops.quantized import Kind, group_of
@@ -46,6 +47,11 @@ def checks(machine: Machine) -> Iterator[Check]:
 def packed(kind: Kind, n: int, k: int) -> GroupedWeight:
     """Random weights; the scales of fp8 differ a hundredfold, and some of its codes are subnormal
     numbers."""
+    if kind == "mxfp4":
+        draw = torch.Generator().manual_seed(n)
+        codes = torch.randint(16, (n, k), generator=draw, dtype=torch.uint8)
+        exponents = torch.randint(118, 124, (n, -(-k // 32)), generator=draw, dtype=torch.uint8)
+        return pack(kind, [Float4Weight(codes, exponents)])
     weight = randn(n, k) * k**-0.5
     if not kind.startswith("fp8"):
         return pack(kind, [weight])
@@ -90,7 +96,11 @@ def _example(machine: Machine, num_rows: int) -> tuple[Tensor, GroupedWeight]:
 def _experts(machine: Machine, ops: Backend, reference: Backend) -> Passed:
     num, width, hidden = machine.pick((16, 768, 1024), (3, 40, 64))
     plain, shares = experts.weights_of(num, 2, hidden, width), []
-    kinds: list[tuple[Kind, Kind]] = [("int4-32", "int8"), ("fp8-128", "int4-128")]
+    kinds: list[tuple[Kind, Kind]] = [
+        ("int4-32", "int8"),
+        ("fp8-128", "int4-128"),
+        ("mxfp4", "mxfp4"),
+    ]
     for gate_up, down in kinds:
         pair = packed(gate_up, num * 2 * width, hidden), packed(down, num * hidden, width)
         here = replace(plain, gate_up=pair[0], down=pair[1])

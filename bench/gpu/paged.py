@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvops import Backend, int8_kv
+from kvops import Backend, fp8, int8_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,11 @@ class Geometry:
     head_dim: int
     dtype: torch.dtype = torch.float32
     in_int8: bool = False  # keys and values
+    in_fp8: bool = False
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.in_fp8 else torch.int8 if self.in_int8 else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def paged_batch(
     needed = [-(-context // geometry.block_size) for _, context in rows]
     num_blocks = sum(needed) + 3
     shape = (num_blocks, 3, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    arena = stored(torch.full(shape, float("nan"), dtype=geometry.dtype), geometry.in_int8)
+    arena = stored(torch.full(shape, float("nan"), dtype=geometry.dtype), geometry.kv_dtype)
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = torch.full((len(rows), max(needed)), num_blocks + 1000, dtype=torch.int32)
     keys, values = [], []
@@ -93,9 +98,11 @@ def paged_batch(
         first = 0 if window is None else max(0, context - new + 1 - window)
         for position in range(first, context):
             block, offset = divmod(position, geometry.block_size)
-            arena[blocks[block], 1, :, offset] = stored(kv[:, position], geometry.in_int8)
+            arena[blocks[block], 1, :, offset] = stored(kv[:, position], geometry.kv_dtype)
         if geometry.in_int8:
             kv = int8_kv.dequantize(int8_kv.quantize(kv))
+        elif geometry.in_fp8:
+            kv = fp8.saturated(kv).float()
         keys.append(kv[0])
         values.append(kv[1])
     lens = torch.tensor([0, *(new for new, _ in rows)], dtype=torch.int32)
@@ -111,17 +118,23 @@ def paged_batch(
     )
 
 
-def stored(heads: Tensor, in_int8: bool) -> Tensor:
+def stored(heads: Tensor, kv_dtype: torch.dtype) -> Tensor:
     """Heads as an arena has them."""
-    return int8_kv.quantize(heads) if in_int8 else heads
+    if kv_dtype == torch.float8_e4m3fn:
+        return fp8.saturated(heads)
+    return int8_kv.quantize(heads) if kv_dtype == torch.int8 else heads
+
+
+def fill_nan(kv_layer: Tensor, value: float) -> None:
+    """Puts a number in the place of each NaN."""
+    kv_layer.copy_(kv_layer.float().nan_to_num_(value).to(kv_layer.dtype))
 
 
 def corrupt(batch: PagedBatch, block: Tensor, offset: int) -> None:
     """Makes the keys and values of a slot NaN."""
     slot = batch.kv_layer[block, :, offset]
-    in_int8 = batch.kv_layer.dtype == torch.int8
     heads = torch.full((*slot.shape[:-1], batch.q.shape[-1]), float("nan"))
-    batch.kv_layer[block, :, offset] = stored(heads, in_int8).to(batch.kv_layer.dtype)
+    batch.kv_layer[block, :, offset] = stored(heads, batch.kv_layer.dtype).to(batch.kv_layer.dtype)
 
 
 def _randn(shape: tuple[int, ...], geometry: Geometry, generator: torch.Generator) -> Tensor:

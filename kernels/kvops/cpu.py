@@ -20,7 +20,7 @@ _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bf
 
 class CpuKernels(Kernels):
     name = "cpu"
-    has_int8_kv = True
+    kv_dtypes = (torch.int8,)
     has_sinks = True
     native: NativeCpu
 

@@ -1,4 +1,4 @@
-"""Numbers in eight-bit floating point (e4m3)."""
+"""Numbers in eight-bit floating point (e4m3): weights, and the heads of an arena in fp8."""
 
 from dataclasses import dataclass
 
@@ -22,6 +22,14 @@ class Float8Weight:
         """Return the weights [N, K], rounded once to bf16."""
         scales = self.scales.repeat_interleave(GROUP, dim=1)[:, : self.codes.shape[1]]
         return (self.codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
+
+
+def saturated(heads: Tensor) -> Tensor:
+    """Return heads as an arena in fp8 has them: the nearest e4m3 numbers, without a scale. Numbers
+    beyond the largest one, 448, become it; what is not finite becomes NaN."""
+    wide = heads.float()
+    largest = wide.clamp(-_LARGEST, _LARGEST)
+    return torch.where(wide.isfinite(), largest, torch.nan).to(torch.float8_e4m3fn)
 
 
 def rounded(x: Tensor, group: int = 0) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvops import int4, int8
+from kvops import fp4, int4, int8
+from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
@@ -25,7 +26,8 @@ from kvops.quantized import Kind, group_of, output_scales, padded, with_tensors
 
 CHUNK = 128
 
-Form = Literal["int4", "int8", "fp8"]
+Form = Literal["int4", "fp4", "int8", "fp8"]
+AnyWeight = Tensor | Int4Weight | Int8Weight | Float4Weight | Float8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,11 @@ class GroupedWeight:
     num_inputs: int
     codes: Tensor
     """uint8 [N, bytes of an output]. Integers of eight bits have the zero point 128; fp8 codes are
-    the bits of e4m3 numbers, without a zero point."""
+    the bits of e4m3 numbers and fp4 codes those of e2m1 numbers, without a zero point."""
     scales: Tensor
     """int32 [groups, N]: the bits of an fp32 scale, or for codes of four bits those of an fp16
-    scale below those of an fp16 zero point."""
+    scale below those of an fp16 zero point; for fp4 [chunks, N]: the exponents of the four blocks
+    of a chunk, a byte each."""
     outputs: Tensor
     """The scale of each output, fp32 [N]."""
 
@@ -49,6 +52,8 @@ class GroupedWeight:
 
     @property
     def form(self) -> Form:
+        if self.kind == "mxfp4":
+            return "fp4"
         if self.kind.startswith("fp8"):
             return "fp8"
         return "int4" if self.kind.startswith("int4") else "int8"
@@ -57,7 +62,7 @@ class GroupedWeight:
     def width(self) -> int:
         """The number of neighbouring bytes of an output that have codes of one group, or of two
         groups for codes of four bits."""
-        return min(self.group, CHUNK // 2) if self.form == "int4" else self.group
+        return min(self.group, CHUNK // 2) if self.form in ("int4", "fp4") else self.group
 
     def __post_init__(self) -> None:
         """Raises ValueError if the tensors do not fit together."""
@@ -79,9 +84,14 @@ class GroupedWeight:
         """The weights [N, K] without the outputs' scales, fp32."""
         n = len(self.codes)
         words = self.scales.T.contiguous().view(n, -1, 1)
-        if self.form == "int4":
+        if self.form in ("int4", "fp4"):
             runs = self.codes.view(n, -1, 1, self.width)
             codes = torch.cat([runs & 15, runs >> 4], dim=2)
+        if self.form == "fp4":
+            exponents = words.view(torch.uint8).view(n, -1, 1)
+            codes, zeros = fp4.values(codes), torch.tensor(0.0, device=codes.device)
+            scales = torch.exp2(exponents.float() - 127)
+        elif self.form == "int4":
             scales, zeros = words.view(torch.float16).float().chunk(2, dim=2)
         else:
             is_float, scales = self.form == "fp8", words.view(torch.float32)
@@ -91,9 +101,7 @@ class GroupedWeight:
         return weights.view(n, -1)[:, : self.num_inputs]
 
 
-def as_kind(
-    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight | Float8Weight]
-) -> list[Int4Weight | Int8Weight]:
+def as_kind(kind: Kind, weights: Sequence[AnyWeight]) -> list[Int4Weight | Int8Weight]:
     """The weights quantized as `kind` says, those in floating point by rounding. Raises ValueError
     if weights are quantized in another way."""
     group = group_of(kind)
@@ -105,22 +113,24 @@ def as_kind(
     return fitting
 
 
-def pack(
-    kind: Kind, weights: Sequence[Tensor | Int4Weight | Int8Weight | Float8Weight]
-) -> GroupedWeight:
+def pack(kind: Kind, weights: Sequence[AnyWeight]) -> GroupedWeight:
     """Join weights [n_i, K] along their outputs. Raises ValueError as `as_kind` does."""
-    in_fp8 = [weight for weight in weights if isinstance(weight, Float8Weight)]
-    others = [weight for weight in weights if not isinstance(weight, Float8Weight)]
-    parts = in_fp8 if in_fp8 and not others else as_kind(kind, others)
+    form = {"fp8": Float8Weight, "fp8-128": Float8Weight, "mxfp4": Float4Weight}.get(kind)
+    as_stored = [weight for weight in weights if form is not None and isinstance(weight, form)]
+    parts = as_stored if len(as_stored) == len(weights) else as_kind(kind, weights)
     whole = with_tensors(parts[0], lambda name: torch.cat([getattr(part, name) for part in parts]))
     (n, k), group = whole.codes.shape, group_of(kind)
     inputs = -(-k // CHUNK) * CHUNK
     codes = padded(whole.codes, n, inputs)
+    if isinstance(whole, Int4Weight | Float4Weight):
+        runs = codes.view(n, -1, 2, min(group, CHUNK // 2))
+        codes = (runs[:, :, 0] | runs[:, :, 1] << 4).view(n, -1)
+    if isinstance(whole, Float4Weight):
+        words = padded(whole.scales, n, inputs // group).view(torch.int32)
+        return GroupedWeight(kind, k, codes, words.T.contiguous(), torch.ones(n))
     outputs = output_scales(whole.scales)
     scales = padded(whole.scales / outputs[:, None], n, inputs // group)
     if isinstance(whole, Int4Weight):
-        runs = codes.view(n, -1, 2, min(group, CHUNK // 2))
-        codes = (runs[:, :, 0] | runs[:, :, 1] << 4).view(n, -1)
         pairs = torch.stack([scales, padded(whole.zeros, n, inputs // group)], dim=2)
         words = pairs.half().view(torch.int32).squeeze(2)
     else:
@@ -132,9 +142,10 @@ def pack(
 def like(kind: Kind, n: int, k: int) -> dict[str, Tensor]:
     """Tensors on no device, with the shapes and dtypes of a `GroupedWeight`'s."""
     inputs = -(-k // CHUNK) * CHUNK
-    num_bytes = inputs // 2 if kind.startswith("int4") else inputs
+    num_bytes = inputs // 2 if kind.startswith("int4") or kind == "mxfp4" else inputs
+    num_words = inputs // (CHUNK if kind == "mxfp4" else group_of(kind))
     return {
         "codes": torch.empty(n, num_bytes, dtype=torch.uint8, device="meta"),
-        "scales": torch.empty(inputs // group_of(kind), n, dtype=torch.int32, device="meta"),
+        "scales": torch.empty(num_words, n, dtype=torch.int32, device="meta"),
         "outputs": torch.empty(n, device="meta"),
     }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 
 
 class Kernels(ABC):
-    """`device`, `native`, `has_int8_kv`, `has_sampler`, `needs_plan`: see `ops.Backend`.
+    """`device`, `native`, `kv_dtypes`, `has_sampler`, `needs_plan`: see `ops.Backend`.
     `reads_whole_blocks`: attention also reads slots of a row's blocks that the row does not see,
     and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks` is the length of the
     longest block table of a CUDA graph. `linear_rows`: see `ops.Backend`."""
@@ -28,7 +28,7 @@ class Kernels(ABC):
     name: str
     device = "cpu"
     reads_whole_blocks = False
-    has_int8_kv = False
+    kv_dtypes: tuple[torch.dtype, ...] = ()
     has_sampler = False
     has_sinks = False
     needs_plan = False

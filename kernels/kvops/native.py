@@ -30,10 +30,7 @@ from kvops._native import (
 )
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import Draws as NativeDraws
-from kvops.fp8 import Float8Weight
-from kvops.grouped import as_kind
-from kvops.int4 import Int4Weight
-from kvops.int8 import Int8Weight
+from kvops.grouped import AnyWeight, as_kind
 from kvops.quantized import Kind, packed_pieces
 
 __all__ = [
@@ -121,7 +118,7 @@ class NativeCpu:
         self,
         kind: Kind,
         num_outputs: int,
-        weights: Sequence[Tensor | Int4Weight | Int8Weight | Float8Weight],
+        weights: Sequence[AnyWeight],
         turn: int = 0,
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all

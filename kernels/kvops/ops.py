@@ -4,9 +4,10 @@ Letters in shapes: T new tokens of all rows, B rows, H query heads, K key/value 
 
 The arena is `[num_blocks, num_layers, 2, block_size, K, D]`; in the third dimension, index 0 has
 the keys and 1 the values. One layer, `kv[:, layer]`, is `[num_blocks, 2, block_size, K, D]`, a
-strided view. An arena in int8 has D + 4 bytes for a head, see `kvops.int8_kv`. Slot s is at offset
-s % block_size of block s // block_size. Slots into which no row was stored may have any content,
-including NaN; no operation reads them.
+strided view. An arena in int8 has D + 4 bytes for a head, see `kvops.int8_kv`; an arena in fp8 has
+e4m3 numbers without a scale, see `kvops.fp8.saturated`. Slot s is at offset s % block_size of block
+s // block_size. Slots into which no row was stored may have any content, including NaN; no
+operation reads them.
 
 Operations raise ValueError for a wrong shape, dtype or device. They read no values for that check.
 """
@@ -30,6 +31,11 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_SMALL = {
+    torch.int8: ("int8", "'cpu' has"),
+    torch.float8_e4m3fn: ("fp8", "'triton' has, and on GPUs attention 'triton' and 'flashinfer'"),
+}
+"""The dtypes of arenas of eight bits: a name, and the backends that have such arenas."""
 
 
 class Backend:
@@ -38,15 +44,16 @@ class Backend:
 
     All tensors are on `device`, "cpu" or "cuda". `native` are the native kernels, which compute
     whole steps in C++; if it is None, the engine composes steps of these operations. An arena may
-    be in int8 if `has_int8_kv`. `sample` draws tokens where the logits are if `has_sampler`. The
-    engine calls `plan` before each step if `needs_plan`. Steps of each number of tokens in
-    `linear_rows` take other kernels, which are compiled when they are first called."""
+    also be of one of the `kv_dtypes`, beside queries of any dtype. `sample` draws tokens where the
+    logits are if `has_sampler`. The engine calls `plan` before each step if `needs_plan`. Steps of
+    each number of tokens in `linear_rows` take other kernels, which are compiled when they are
+    first called."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.name, self.device = kernels.name, kernels.device
         self.native: NativeCpu | None = kernels.native
-        self.has_int8_kv, self.has_sampler = kernels.has_int8_kv, kernels.has_sampler
+        self.kv_dtypes, self.has_sampler = kernels.kv_dtypes, kernels.has_sampler
         self.needs_plan, self.linear_rows = kernels.needs_plan, kernels.linear_rows
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
@@ -67,8 +74,9 @@ class Backend:
     def check_attention(self, shape: AttentionShape) -> None:
         """Raises ValueError if this backend cannot compute attention of this shape."""
         shape.check()
-        if shape.kv_dtype == torch.int8 and not self.has_int8_kv:
-            raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
+        if shape.kv_dtype in _SMALL and shape.kv_dtype not in self.kv_dtypes:
+            kind, others = _SMALL[shape.kv_dtype]
+            raise ValueError(f"backend {self.name!r} has no KV in {kind}; {others}")
         if shape.has_sinks and not self._kernels.has_sinks:
             raise ValueError(
                 f"attention {self.name!r} has no sinks, which this model needs: choose --attention "
@@ -319,15 +327,15 @@ class Backend:
 
     def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
         """Return the number of heads and the head size of one layer of an arena."""
-        in_int8 = kv_layer.dtype == torch.int8
-        is_known = self.has_int8_kv if in_int8 else kv_layer.dtype in DTYPES
+        is_known = kv_layer.dtype in (*DTYPES, *self.kv_dtypes)
         if not _fits(kv_layer, (-1, 2, -1, -1, -1)) or not is_known:
             raise ValueError(
                 f"kv_layer: {_shape(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, "
                 f"head_dim] of a dtype that backend {self.name!r} has"
             )
         num_kv_heads, width = kv_layer.shape[3:]
-        return num_kv_heads, width - int8_kv.SCALE_BYTES if in_int8 else width
+        has_scale = kv_layer.dtype == torch.int8
+        return num_kv_heads, width - int8_kv.SCALE_BYTES if has_scale else width
 
 
 def _shape(tensor: Tensor) -> str:
@@ -372,7 +380,7 @@ def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _beside(kv_layer: Tensor, x: Tensor) -> Tensor:
     """Return a tensor with the dtype that queries, keys and values must have beside `kv_layer`. An
-    arena in int8 takes any, so then it is `x` itself."""
-    if kv_layer.dtype == torch.int8 and x.device == kv_layer.device:
+    arena of eight bits takes any, so then it is `x` itself."""
+    if kv_layer.dtype in _SMALL and x.device == kv_layer.device:
         return x
     return kv_layer

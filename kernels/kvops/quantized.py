@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QuantizedKind = Literal["fp8", "fp8-128", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
+QuantizedKind = Literal[
+    "mxfp4", "fp8", "fp8-128", "int8", "int8-16", "int4-32", "int4-64", "int4-128"
+]
 """The kinds of quantized weights, with their group; int8 has groups of 32, and fp8 has one scale
-for all inputs of an output. CPUs compute no fp8."""
+for all inputs of an output. CPUs compute neither fp8 nor mxfp4."""
 
 Kind = QuantizedKind | Literal["float32", "bfloat16"]
 """The kinds of packed weights."""
@@ -48,7 +50,7 @@ class PackableWeight(QuantizedWeight, Protocol):
 def group_of(kind: Kind) -> int:
     """Return the number of inputs that share a scale in memory, or 0 for weights that are not
     quantized."""
-    groups = {"int8": 32, "fp8": 128}
+    groups = {"int8": 32, "fp8": 128, "mxfp4": 32}
     return groups[kind] if kind in groups else int(kind.partition("-")[2] or 0)
 
 

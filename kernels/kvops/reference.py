@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvops import int8_kv
+from kvops import fp8, int8_kv
 from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.step import AttentionCall
@@ -14,7 +14,7 @@ from kvops.step import AttentionCall
 
 class ReferenceKernels(Kernels):
     name = "reference"
-    has_int8_kv = True
+    kv_dtypes = (torch.int8, torch.float8_e4m3fn)
     has_sinks = True
 
     def numerics(self) -> dict[str, str]:
@@ -24,6 +24,8 @@ class ReferenceKernels(Kernels):
         block_size = kv_layer.shape[2]
         if kv_layer.dtype == torch.int8:
             k, v = int8_kv.quantize(k), int8_kv.quantize(v)
+        elif kv_layer.dtype == torch.float8_e4m3fn:
+            k, v = fp8.saturated(k), fp8.saturated(v)
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot != -1:
                 kv_layer[slot // block_size, 0, slot % block_size] = k[token]

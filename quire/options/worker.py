@@ -93,8 +93,8 @@ class WorkerOptions(AdapterOptions, TraceOptions):
     )
     kv_dtype: KvDtype = Field(
         default="auto",
-        description="keys and values; auto: as dtype; int8: half of bfloat16's memory, with a "
-        "scale for each head of a position; the backend cpu only",
+        description="keys and values; auto: as dtype; in half of bfloat16's memory: int8, with a "
+        "scale for each head of a position, on CPUs only, and fp8 (e4m3, no scale), on GPUs only",
     )
     cpus: Annotated[str, Flag("LIST")] = Field(
         default="auto",

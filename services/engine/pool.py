@@ -20,6 +20,7 @@ DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 

@@ -29,7 +29,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 class Runner:
     """Runs a model on an arena `[num_blocks, num_layers, 2, block_size, kv_heads, head_dim]`, which
-    is of the model's dtype or in int8 (`kvops.int8_kv`).
+    is of the model's dtype, in int8 (`kvops.int8_kv`) or in fp8 (`kvops.fp8.saturated`).
 
     Model and arena are on one device, of any kind; only tokens and logprobs come to the host.
     Between steps the runner keeps the KV in the arena and the tokens of the last step, which rows
@@ -53,7 +53,7 @@ class Runner:
         if (
             kv.dim() != 6
             or tuple(kv.shape[1:]) != wanted
-            or not (in_int8 or kv.dtype == model.dtype)
+            or kv.dtype not in (model.dtype, *ops.kv_dtypes)
         ):
             raise ValueError(f"arena {kv.dtype} {list(kv.shape)} is not {model.dtype} {wanted}")
         if kv.device != model.device:

@@ -6,9 +6,9 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 
-KVDtype = Dtype | Literal["int8"]
+KVDtype = Dtype | Literal["int8", "fp8"]
 
-ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
+ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 SCALE_BYTES = 4
 """In int8, an fp32 scale follows the values of each head (`kvops.int8_kv`)."""

@@ -1,7 +1,12 @@
 """Decides how linears compute, from what the checkpoint stores and from the settings."""
 
 from quire.choices import Quantize
-from services.model.config.quantization import Quantization, StoredKind, StoredQuantization
+from services.model.config.quantization import (
+    FLOAT_KINDS,
+    Quantization,
+    StoredKind,
+    StoredQuantization,
+)
 
 
 def kind_to_make(quantize: Quantize) -> Quantization | None:
@@ -15,11 +20,11 @@ def computed_kind(
     """The kind with which quantized linears compute; None if they compute in floating point.
 
     Stored quantized weights keep their kind, unless `quantize` is none or `dtype` is float32, in
-    which no quantized kernel computes: then they are dequantized. Weights in fp8 are also
+    which no quantized kernel computes: then they are dequantized. Weights in fp8 and MXFP4 are also
     dequantized if `kernels` are the CPU's, or if `quantize` names another kind.
     """
     kind = stored.kind if stored else None
-    if kind and kind.startswith("fp8") and (kernels == "cpu" or kind_to_make(quantize)):
+    if kind in FLOAT_KINDS and (kernels == "cpu" or kind_to_make(quantize)):
         kind = None
     if quantize == "none" or (kind and dtype == "float32"):
         return None

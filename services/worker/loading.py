@@ -332,5 +332,5 @@ def _stored_bytes(config: ModelConfig, dtype: torch.dtype, dequantized: bool) ->
         return int(getattr(torch, config.dtype).itemsize)
     kind = config.quantization.kind
     if kind is None or dequantized:
-        return 0.5 if kind and kind.startswith("int4") else 1
+        return 0.5 if kind and (kind.startswith("int4") or kind == "mxfp4") else 1
     return dtype.itemsize

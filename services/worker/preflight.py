@@ -5,7 +5,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, get_args
 
 from services.model.config.model_config import ModelConfig
-from services.model.config.quantization import Quantization
+from services.model.config.quantization import FLOAT_KINDS, Quantization
 from services.pool.layout import KVDtype, PoolLayout
 from services.pool.sizing import MIN_BLOCKS, format_size
 from services.runtime.errors import StartupError
@@ -20,7 +20,7 @@ def check_quantize(settings: "WorkerSettings", config: ModelConfig) -> None:
     if wanted not in get_args(Quantization):
         return
     stored = config.quantization.kind if config.quantization else None
-    if stored in (None, "fp8", "fp8-128"):
+    if stored is None or stored in FLOAT_KINDS:
         return
     if stored != ("int4-64" if wanted == "int4" else wanted):
         raise StartupError(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec
-from kvops import int8_kv
+from kvops import fp8, int8_kv
 from kvops.native import Lane
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import load_model
@@ -165,6 +165,7 @@ class RecordingRunner(Runner):
         cache: Path | None = None,
         num_threads: int = 1,
         kv_in_int8: bool = False,
+        kv_in_fp8: bool = False,
         context: int | None = None,
     ) -> None:
         self.ops = kvops.backend(backend)
@@ -182,6 +183,8 @@ class RecordingRunner(Runner):
         self.arena = torch.full(shape, float("nan"), dtype=dtype)
         if kv_in_int8:
             self.arena = int8_kv.quantize(self.arena)
+        elif kv_in_fp8:
+            self.arena = fp8.saturated(self.arena)
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
         super().__init__(model, self.arena, block_size, self.ops)

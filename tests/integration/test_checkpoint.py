@@ -189,9 +189,26 @@ def test_kv_in_int8_is_a_pool_of_its_own(checkpoint: Path, monkeypatch: pytest.M
 def test_a_backend_without_int8_kv_is_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReferenceKernels, "has_int8_kv", False)
+    monkeypatch.setattr(ReferenceKernels, "kv_dtypes", ())
     monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
     monkeypatch.setenv("QUIRE_PREFILL_BACKEND", "reference")
     monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "int8")
     with pytest.raises(StartupError, match="backend 'reference' has no KV in int8; 'cpu' has"):
         load(load_settings(PrefillSettings), lambda: None)
+
+
+def test_kv_in_fp8_is_a_pool_of_backends_that_have_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 16 values has 16 bytes. No kernel of a CPU reads them."""
+    monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
+    monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "fp8")
+    with pytest.raises(StartupError, match="'cpu' has no KV in fp8; 'triton' has, and on GPUs"):
+        load(load_settings(PrefillSettings), lambda: None)
+    monkeypatch.setenv("QUIRE_PREFILL_BACKEND", "reference")
+    small = load(load_settings(PrefillSettings), lambda: None)
+    monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "auto")
+    plain = load(load_settings(PrefillSettings), lambda: None)
+    assert small.layout.fingerprint != plain.layout.fingerprint
+    assert small.layout.block_bytes * 4 == plain.layout.block_bytes
+    assert small.engine["kv_dtype"] == "fp8"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kvops import Backend
 from kvops.reference import ReferenceKernels
@@ -67,6 +68,31 @@ def test_mxfp4_weights_are_dequantized_exactly(tmp_path: Path) -> None:
     directory, twin = (make(tmp_path / name, case) for name in ("mxfp4", "twin"))
     in_mxfp4(directory, twin)
     assert torch.equal(logits(directory, torch.float32), logits(twin, torch.float32))
+
+
+def test_mxfp4_weights_stay_packed_where_kernels_take_them(tmp_path: Path) -> None:
+    """A backend of GPUs has the codes and the exponents of the file, and computes what transformers
+    computes with the values that they mean: the experts' biases and gates are gpt-oss's."""
+    case = Case("gpt_oss", {"num_local_experts": 4, "intermediate_size": 96})
+    directory, twin = (make(tmp_path / name, case) for name in ("mxfp4", "twin"))
+    in_mxfp4(directory, twin)
+    recording = RecordingRunner(directory, 16, 20, "reference")
+    trial = recording.place(random_prompt(30, seed=1))
+    recording.decode_all([trial], 4096)
+    model: Any = recording._model
+    stored = load_file(directory / "model.safetensors")
+    for number, layer in enumerate(model._layers):
+        for name, weight in (("gate_up", layer.experts.gate_up), ("down", layer.experts.down)):
+            assert weight.kind == "mxfp4"
+            key = f"model.layers.{number}.mlp.experts.{name}_proj"
+            num_bytes = stored[f"{key}_blocks"].nbytes * weight.codes.shape[1] * 2
+            assert weight.codes.nbytes == num_bytes // weight.num_inputs  # padded to chunks
+            assert weight.scales.nbytes == weight.codes.nbytes // 16
+    exact: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
+    tokens = torch.tensor([[*trial.prompt, *trial.new_tokens[:-1]]])
+    with torch.inference_mode():
+        expected = exact(tokens).logits[0, len(trial.prompt) - 1 :]
+    torch.testing.assert_close(torch.stack(trial.logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_experts_are_those_of_memory(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert ((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all()
         assert (paged_kv_indptr.diff() > 0).all()
         assert num_qo_heads % num_kv_heads == 0
-        assert q_data_type == kv_data_type
+        in_fp8 = kv_data_type == torch.float8_e4m3fn
+        assert in_fp8 or q_data_type == kv_data_type
+        assert not in_fp8 or self.backend == "fa2", "the other kernels want queries in fp8 too"
         assert q_data_type in (torch.bfloat16, torch.float16)
         assert causal
         plan = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
@@ -124,7 +126,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 self._check_workspace(lens, splits, num_qo_heads, num_kv_heads, head_dim_qk)
             self.buffers = [values.clone() for values in plan]
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
-        self._dtype, self._scale, self._window = q_data_type, sm_scale, window_left
+        self._dtypes, self._scale, self._window = (q_data_type, kv_data_type), sm_scale, window_left
         self._cap = logits_soft_cap
         self._num_tokens = int(qo_indptr[-1])
         self.plans += 1
@@ -171,7 +173,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert q.is_contiguous()
         assert paged_kv_cache.shape[1:] == (2, page_size, num_kv_heads, head_dim)
         assert paged_kv_cache.stride(-1) == 1
-        assert q.dtype == paged_kv_cache.dtype == self._dtype
+        assert (q.dtype, paged_kv_cache.dtype) == self._dtypes
         begins, page_begins, page_ids, last = self.buffers
         num_pages = page_begins.diff()
         tables = torch.zeros(len(last), int(num_pages.max()), dtype=torch.int32)

@@ -54,6 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 SHAPE = AttentionShape(32, 8, 128, 16, BF16, BF16, (None, 1024))
 WIDE = AttentionShape(32, 8, 128, 256, BF16, BF16)
+IN_FP8 = replace(WIDE, kv_dtype=torch.float8_e4m3fn)
 ODD = AttentionShape(32, 8, 96, 16, BF16, BF16)
 INSTALLED = {"flashinfer": flashinfer_stand_in}
 
@@ -68,6 +69,8 @@ INSTALLED = {"flashinfer": flashinfer_stand_in}
         ((9, 0), {}, SHAPE, "triton", "flashinfer-python.*multiple of 256, this pool has 16"),
         ((8, 0), INSTALLED, WIDE, "flash", "^capability 8.0$"),
         ((8, 9), INSTALLED, SHAPE, "triton", "^capability 8.9; .*multiple of 256"),
+        ((9, 0), INSTALLED, IN_FP8, "flashinfer", "^capability 9.0$"),
+        ((8, 0), INSTALLED, IN_FP8, "triton", "'flash' has no KV in fp8; 'triton' has"),
         (
             (9, 0),
             INSTALLED,
@@ -256,6 +259,7 @@ PAGES = [
     Geometry(16, num_heads=8, num_kv_heads=2, head_dim=64, dtype=BF16),
     Geometry(7, num_heads=7, num_kv_heads=1, head_dim=128, dtype=torch.float16),
     Geometry(256, num_heads=4, num_kv_heads=4, head_dim=64, dtype=BF16),
+    Geometry(16, num_heads=8, num_kv_heads=2, head_dim=128, dtype=BF16, in_fp8=True),
 ]
 
 
@@ -344,7 +348,7 @@ def test_the_kernels_of_flashinfer_follow_the_step(flashinfer: Backend) -> None:
         planned(flashinfer, paged_batch(PAGES[0], rows, seed=1), PAGES[0])
     used = {
         kind: (wrapper.backend, wrapper.plans)
-        for (kind, window, _), wrapper in kernels._wrappers.items()
+        for (kind, window, *_), wrapper in kernels._wrappers.items()
         if window is None
     }
     assert used == {"decode": ("fa2", 2), "prefill": ("auto", 3)}  # the choice has planned, too

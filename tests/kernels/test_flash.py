@@ -50,7 +50,7 @@ def shape_of(geometry: Geometry, *windows: int) -> AttentionShape:
         geometry.head_dim,
         geometry.block_size,
         geometry.dtype,
-        geometry.dtype,
+        geometry.kv_dtype,
         windows or (None,),
     )
 

@@ -87,7 +87,7 @@ def test_backends_store_and_copy_heads_in_int8(name: str, dtype: torch.dtype) ->
 
 
 def test_a_backend_without_int8_refuses_such_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceKernels, "has_int8_kv", False)
+    monkeypatch.setattr(ReferenceKernels, "kv_dtypes", ())
     k = randn(1, NUM_KV_HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="of a dtype that backend 'reference' has"):
         kvops.backend("reference").store_kv(arena(), k, k, torch.tensor([0]))

@@ -27,6 +27,10 @@ def test_the_sampler_on_a_device_draws_as_the_host() -> None:
     assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_sampling_suite.py")))
 
 
+def test_keys_and_values_in_fp8_are_those_of_the_reference() -> None:
+    assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_fp8_kv_suite.py")))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
     assert_passes("pytest", "--quiet", "-k", part, str(SUITE))

@@ -147,6 +147,32 @@ def test_hopper_s_tiles_fit_its_shared_memory(
     assert ("wgmma" in kernel.asm["ptx"]) == (dtype != torch.float32)
 
 
+@pytest.mark.parametrize("converts", [False, True], ids=["by bits", "by instructions"])
+def test_keys_and_values_in_fp8_compile(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converts: bool
+) -> None:
+    """They are copied asynchronously as bytes. Capability 8.0 has no instructions for fp8."""
+    if converts and capability == 80:
+        capability = 89
+    monkeypatch.setattr(attention, "has_fp8", lambda device: converts)
+    arena = torch.zeros(4, 2, 2, 16, 2, 128).to(torch.float8_e4m3fn)
+    shape = AttentionShape(8, 2, 128, 16, torch.bfloat16, arena.dtype)
+    x, slots = torch.zeros(4, 12, 128).bfloat16(), torch.arange(4)
+    with compiling(capability, tmp_path) as compiled:
+        OPS.warm_up(arena[:, 1], shape, 16)
+        OPS.store_kv(arena[:, 1], x[:, :2], x[:, :2], slots)
+        OPS.store_heads(arena[:, 1], x[:, :8], x[:, 8:10], x[:, 10:], slots)
+        clear_begun_blocks(arena, slots)
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    attending = [kernel.asm["ptx"] for kernel in kernels if kernel.metadata.name == "attend"]
+    assert len(attending) == 3
+    for ptx in attending:
+        assert loads_that_loops_wait_for(ptx) <= {"ld.global.b32"}  # of the block table
+        assert "mma" in ptx
+        assert ("e4m3x2" in ptx) == converts
+
+
 def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
     arena = torch.zeros(4, 2, 2, 16, 2, 64, dtype=torch.bfloat16)
     shape = AttentionShape(
@@ -178,7 +204,7 @@ def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, sw
 
 
 @pytest.mark.parametrize(
-    "kind", ["int4-32", "fp8-128", pytest.param("int8", marks=pytest.mark.full)]
+    "kind", ["int4-32", "fp8-128", "mxfp4", pytest.param("int8", marks=pytest.mark.full)]
 )
 def test_experts_of_quantized_weights_compile(capability: int, tmp_path: Path, kind: Kind) -> None:
     weights = replace(

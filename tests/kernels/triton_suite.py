@@ -164,7 +164,7 @@ EXPERTS: dict[str, tuple[int, ExpertWeights]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["int4-32", "int8", "fp8-128"])
+@pytest.mark.parametrize("kind", ["int4-32", "int8", "fp8-128", "mxfp4"])
 @pytest.mark.parametrize("name", ["an expert of several tiles", "gpt-oss", "several programs"])
 def test_experts_of_quantized_weights(
     ops: Backend, reference: Backend, name: str, kind: Kind
@@ -212,7 +212,9 @@ def test_experts_give_a_row_the_same_bits_in_every_batch(ops: Backend) -> None:
 
 # Quantized linears. A tile has 64 outputs, and a program at least four chunks of 128 inputs.
 
-KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8-128")
+KINDS: tuple[Kind, ...] = (
+    *("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8-128", "mxfp4"),
+)
 LINEARS = {
     "one row, padded inputs": (1, 70, 200),
     "sums of splits": (3, 64, 1100),

@@ -139,6 +139,19 @@ def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(models: dict[str, R
     assert found.change < plain.change + 0.005
 
 
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_keys_and_values_in_fp8_change_few_likeliest_tokens(
+    models: dict[str, RealModel], name: str
+) -> None:
+    """The reference stores what a GPU stores. Beside it: the same file with KV in bf16."""
+    comparison = Comparison(models[name], 1)
+    plain = comparison.quality(backend="reference", dequantize=True)
+    found = comparison.quality(backend="reference", dequantize=True, kv_in_fp8=True)
+    print(f"\n{name}, KV in fp8: {found}, in bf16: {plain}")
+    assert found.same >= 0.93
+    assert found.change < plain.change + 0.06
+
+
 @pytest.mark.timeout(1200)
 def test_the_likeliest_tokens_are_those_of_the_files_weights(
     file: tuple[str, Comparison], num_texts: int

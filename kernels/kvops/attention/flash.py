@@ -24,6 +24,7 @@ class FlashKernels(TritonKernels):
     has_cap = False
     """Whether these kernels have soft caps."""
     reads_whole_blocks = True
+    kv_dtypes = ()
     has_sinks = False
 
     def __init__(self) -> None:

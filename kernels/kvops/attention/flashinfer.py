@@ -55,7 +55,7 @@ class FlashInferKernels(TritonKernels):
                 f"{flashinfer.__version__} is installed"
             )
         self._workspace: Tensor | None = None
-        self._wrappers: dict[tuple[str, int | None, int], Any] = {}
+        self._wrappers: dict[tuple[str, int | None, int, torch.dtype], Any] = {}
         self._planned: Mapping[int | None, list[_Run]] = {}
         self._scale_and_cap: tuple[float, float | None] = (1.0, None)
         self._copied: torch.cuda.Event | None = None
@@ -124,10 +124,10 @@ class FlashInferKernels(TritonKernels):
         self, kind: str, window: int | None, number: int, step: AttentionStep
     ) -> Any:
         """Plan a part of a step by its `number`, or a graph of `number` rows."""
-        shape, key = step.shape, (kind, window, number)
+        shape, key = step.shape, (kind, window, number, step.shape.kv_dtype)
         graph_rows = number if kind == "graph" else 0
         if key not in self._wrappers:
-            self._wrappers[key] = self._wrapper(kind, graph_rows, step.page_ids.device)
+            self._wrappers[key] = self._wrapper(kind, graph_rows, step)
         wrapper = self._wrappers[key]
         wrapper.plan(
             torch.from_numpy(step.query_begins),
@@ -150,9 +150,12 @@ class FlashInferKernels(TritonKernels):
         )
         return wrapper
 
-    def _wrapper(self, kind: str, graph_rows: int, device: torch.device) -> Any:
+    def _wrapper(self, kind: str, graph_rows: int, step: AttentionStep) -> Any:
         """Make a wrapper of the kernels that can split a context ("fa2") for decode steps, and of
-        the kernels that FlashInfer chooses for prefill."""
+        the kernels that FlashInfer chooses for prefill. Beside keys and values in fp8, only "fa2"
+        takes queries of 16 bits."""
+        device, shape = step.page_ids.device, step.shape
+        chooses = kind == "prefill" and shape.kv_dtype == shape.dtype
         if self._workspace is None:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         buffers: dict[str, Tensor] = {}
@@ -172,7 +175,7 @@ class FlashInferKernels(TritonKernels):
             _LAYOUT,
             use_cuda_graph=bool(graph_rows),
             **buffers,
-            backend="auto" if kind == "prefill" else "fa2",
+            backend="auto" if chooses else "fa2",
         )
 
     def paged_attention(self, call: AttentionCall) -> Tensor:

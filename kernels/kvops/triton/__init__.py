@@ -14,7 +14,7 @@ from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall, AttentionShape, HeadsCall
-from kvops.triton import attention, experts, fusions, heads, linears, sampling
+from kvops.triton import attention, experts, float8, fusions, heads, linears, sampling
 
 NUMERICS = "2"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
@@ -28,6 +28,7 @@ class TritonKernels(Kernels):
     name = "triton"
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     has_sampler = True
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     has_sinks = True
     linear_rows = linears.LINEAR_ROWS
 
@@ -67,6 +68,7 @@ class TritonKernels(Kernels):
                 self._staged.to_host(kv, source, pairs)
             return
         sources, targets = pairs.long().unbind(dim=1)
+        kv = float8.octets(kv)  # which PyTorch can index on every device
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 
     def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kvops.step import AttentionCall, AttentionShape
 from kvops.triton import attention_kernels as kernels
+from kvops.triton.float8 import has_fp8, octets
 
 _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 _MIN_SPLIT = 256  # positions; a program needs about as long for them as a launch takes
@@ -80,7 +81,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
     kernels.attend[(num_tiles, num_kv_heads, num_splits)](
         q,
         q.stride(),
-        kv_layer,
+        kv_layer if has_fp8(q.device) else octets(kv_layer),
         kv_layer.stride(),
         call.block_tables,
         *call.block_tables.stride(),
@@ -139,7 +140,7 @@ def warm_up(kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
         begins[0] = 0
         queries = (new, shape.num_heads, head_dim)
         call = AttentionCall(
-            torch.zeros(queries, dtype=kv_layer.dtype, device=kv_layer.device),
+            torch.zeros(queries, dtype=shape.dtype, device=kv_layer.device),
             kv_layer,
             torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=kv_layer.device),
             begins,

@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from kvops.triton.float8 import loaded
+
 NO_WINDOW = tl.constexpr(1 << 30)
 
 
@@ -87,6 +89,7 @@ def _round(
         places[None, :] + dims[:, None] * dim_stride,
         *(is_key[None, :], is_dim[:, None], MASKED, HEAD_DIM == DIMS),
     )
+    k = loaded(k, queries.dtype)
     scores = tl.dot(queries, k, input_precision="ieee")
     if CAPPED:  # tanh x = 1 - 2 / (e^2x + 1)
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.885390081777927)) + 1.0))
@@ -105,6 +108,7 @@ def _round(
         places[:, None] + half_stride + dims[None, :] * dim_stride,
         *(is_key[:, None], is_dim[None, :], MASKED, HEAD_DIM == DIMS),
     )
+    v = loaded(v, queries.dtype)
     total = total * kept + tl.sum(weights, axis=1)
     values = values * kept[:, None]
     values = tl.dot(weights.to(v.dtype), v, acc=values, input_precision="ieee")

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvops.triton.float8 import octets
+
 _GATE_WIDTH = 1024
 _CLEAR_WIDTH = 4096
 _CLEAR_PARTS = 16
@@ -21,7 +23,7 @@ def clear_begun_blocks(kv: Tensor, slot_mapping: Tensor) -> None:
     if not kv[0].is_contiguous():
         raise ValueError(f"kv: blocks of strides {kv.stride()} are not contiguous")
     _clear_begun_blocks[(len(slot_mapping), _CLEAR_PARTS)](
-        kv,
+        octets(kv),
         kv.stride()[0],
         slot_mapping,
         slot_mapping.stride(),

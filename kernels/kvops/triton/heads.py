@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvops.step import HeadsCall
+from kvops.triton.float8 import octets, stored
 
 _HEADS = 8  # of a program of `_store_heads`
 
@@ -18,7 +19,7 @@ _HEADS = 8  # of a program of `_store_heads`
 def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     num_tokens, num_kv_heads, head_dim = k.shape
     _store_kv[(num_tokens,)](
-        kv_layer,
+        octets(kv_layer),
         kv_layer.stride(),
         k,
         k.stride(),
@@ -64,8 +65,9 @@ def _store_kv(
         + heads * head_stride
         + dims * dim_stride
     )
-    tl.store(place, tl.load(key, is_value), is_value)
-    tl.store(place + half_stride, tl.load(value, is_value), is_value)
+    dtype: tl.constexpr = kv.dtype.element_ty
+    tl.store(place, stored(tl.load(key, is_value), dtype), is_value)
+    tl.store(place + half_stride, stored(tl.load(value, is_value), dtype), is_value)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -145,7 +147,7 @@ def store_heads(call: HeadsCall) -> Tensor:
     num_groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
     _store_heads[(num_tokens, num_groups)](
         out,
-        call.kv_layer,
+        octets(call.kv_layer),
         call.kv_layer.stride(),
         q,
         q.stride(),
@@ -222,15 +224,17 @@ def _store_heads(
     heads = (group - first_key_group) % num_kv_groups * HEADS + tl.arange(0, HEADS)[:, None]
     inside = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM) & (slot >= 0)
     place += heads * head_stride + dims * dim_stride
+    dtype: tl.constexpr = kv.dtype.element_ty
     if group < first_key_group + num_kv_groups:
         line = k + token * k_strides[0] + heads * k_strides[1]
         values = _turned_head(
             *(line, k_strides[2], key_weight, eps, cos, sin, dims, inside), *(HEAD_DIM, HALF, NORMS)
         )
-        tl.store(place, values, inside)
+        tl.store(place, stored(values, dtype), inside)
     else:
         line = v + token * v_strides[0] + heads * v_strides[1]
-        tl.store(place + half_stride, tl.load(line + dims * v_strides[2], inside), inside)
+        values = tl.load(line + dims * v_strides[2], inside)
+        tl.store(place + half_stride, stored(values, dtype), inside)
 
 
 @triton.jit

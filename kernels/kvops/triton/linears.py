@@ -17,8 +17,6 @@ too, with a scale for each chunk, or one for all inputs if the weights of an out
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -26,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvops.grouped import CHUNK, GroupedWeight
+from kvops.triton.float8 import has_fp8, rounded
 
 BOUNDS = (16, 64, 256)
 """The largest numbers of rows that are computed alike."""
@@ -46,7 +45,7 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     if in_fp8 and weight.kind == "fp8":
         return _scaled(x, weight, bias)
     if in_fp8:
-        values, row_scales = _rounded(x, CHUNK)
+        values, row_scales = rounded(x, CHUNK)
         return _multiplied(values, row_scales, weight, bias, x.dtype, bound)
     if bound is not None:
         return _multiplied(x.contiguous(), None, weight, bias, x.dtype, bound)
@@ -108,41 +107,14 @@ def _fits_fp8(x: Tensor, weight: GroupedWeight) -> bool:
     return weight.form == "fp8" and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
 
 
-@cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether tensor cores multiply fp8 numbers."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _scaled(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     """Multiply in fp8 by PyTorch, with one scale for each row and each output. The groups' scales
     are 1 (`kvops.quantized.output_scales`)."""
     size = weight.num_inputs
-    values, scales = _rounded(x, size)
+    values, scales = rounded(x, size)
     weights = weight.codes.view(torch.float8_e4m3fn)[:, :size].T
     outputs = weight.outputs[None, :]
     return torch._scaled_mm(values, weights, scales, outputs, bias, out_dtype=x.dtype)
-
-
-def _rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """See `kvops.fp8.rounded`."""
-    num_rows, size = x.shape
-    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, triton.cdiv(size, group), device=x.device)
-    width = triton.next_power_of_2(group)
-    _round[scales.shape](x.contiguous(), values, scales, size, WIDTH=width)
-    return values, scales
-
-
-@triton.jit
-def _round(x, values, scales, size, WIDTH: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = part * WIDTH + tl.arange(0, WIDTH)
-    wide = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), axis=0) / 448.0, 1e-12)
-    scale += tl.sum(wide * 0.0, axis=0)  # NaN if a value is not finite
-    tl.store(scales + row * tl.num_programs(1) + part, scale)
-    tl.store(values + row * size + i, (wide / scale).to(tl.float8e4nv), mask=i < size)
 
 
 @triton.jit
@@ -154,6 +126,11 @@ def _weights(codes, words, FORM: tl.constexpr):
         zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         value = (codes.to(tl.int32) << 19 | 0x41800000).to(tl.float32, bitcast=True)  # 16 + code
         return value * scale[:, None] - ((zero + 16) * scale)[:, None]
+    if FORM == "fp4":  # e2m1, whose bits are those of an fp16 number / 2^14, and an exponent
+        bits = codes.to(tl.int16)
+        value = ((bits & 8) << 12 | (bits & 7) << 9).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = ((words & 0xFF) << 23).to(tl.float32, bitcast=True)
+        return value * (16384 * scale)[:, None]
     scale = words.to(tl.float32, bitcast=True)
     if FORM == "int8":
         value = (codes.to(tl.int32) << 15 | 0x43800000).to(tl.float32, bitcast=True)  # 384 + code
@@ -186,7 +163,8 @@ def sums(
     """The products [outputs, rows] of the inputs from chunk `first` to `last`, without the scales
     of the outputs. `x_at` [rows] points to the first input of each row; `row_scales` [rows], for x
     in fp8, to its first scale. A chunk is one group then."""
-    PER_BYTE: tl.constexpr = 2 if FORM == "int4" else 1
+    PER_BYTE: tl.constexpr = 2 if FORM == "int4" or FORM == "fp4" else 1
+    PER_WORD: tl.constexpr = CHUNK if FORM == "fp4" else GROUP  # inputs
     places = tl.arange(0, WIDTH)
     row_bytes = tl.cdiv(num_inputs, CHUNK) * (CHUNK // PER_BYTE)
     codes_at = codes + outputs.to(tl.int64)[:, None] * row_bytes + places[None, :]
@@ -198,8 +176,9 @@ def sums(
             octets = tl.load(codes_at + begin // PER_BYTE, mask=is_output[:, None], other=0)
             for half in tl.static_range(PER_BYTE):
                 k = begin + half * WIDTH
-                scales_at = scales + (k // GROUP).to(tl.int64) * num_outputs + outputs
+                scales_at = scales + (k // PER_WORD).to(tl.int64) * num_outputs + outputs
                 words = tl.load(scales_at, mask=is_output, other=0)
+                words >>= (part * PER_BYTE + half) * WIDTH % PER_WORD // GROUP * 8
                 is_value = is_row[None, :] & (places < num_inputs - k)[:, None]
                 values = tl.load(values_at + k, mask=is_value, other=0.0)
                 some = octets
@@ -320,7 +299,8 @@ def _unpack(
     CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    PER_BYTE: tl.constexpr = 2 if FORM == "int4" else 1
+    PER_BYTE: tl.constexpr = 2 if FORM == "int4" or FORM == "fp4" else 1
+    PER_WORD: tl.constexpr = CHUNK if FORM == "fp4" else GROUP  # inputs
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output, places = outputs < num_outputs, tl.arange(0, WIDTH)
     wide = outputs.to(tl.int64)[:, None]
@@ -331,7 +311,8 @@ def _unpack(
         octets = tl.load(codes_at + first // PER_BYTE, mask=is_output[:, None], other=0)
         for half in tl.static_range(PER_BYTE):
             k = first + half * WIDTH
-            words = tl.load(scales + k // GROUP * num_outputs + outputs, mask=is_output, other=0)
+            words = tl.load(scales + k // PER_WORD * num_outputs + outputs, mask=is_output, other=0)
+            words >>= (part * PER_BYTE + half) * WIDTH % PER_WORD // GROUP * 8
             some = octets
             if PER_BYTE == 2:
                 some = octets >> 4 if half else octets & 15

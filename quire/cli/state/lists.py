@@ -59,8 +59,8 @@ def _kernels(worker: Worker) -> str:
     """Describe the worker's backend, instruction set or GPU, dtype, and quantized weights and
     KV."""
     names = [worker.engine.get(key, "") for key in ("backend", "isa", "dtype", "quantize")]
-    if worker.engine.get("kv_dtype") == "int8":
-        names.append("kv-int8")
+    if (kv_dtype := worker.engine.get("kv_dtype")) in ("int8", "fp8"):
+        names.append(f"kv-{kv_dtype}")
     return " ".join(name for name in names if name not in ("", "none"))
 
 

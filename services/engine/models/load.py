@@ -40,7 +40,7 @@ from services.model.config.layout import (
     norm_places,
 )
 from services.model.config.model_config import ModelConfig
-from services.model.config.quantization import Quantization
+from services.model.config.quantization import FLOAT_KINDS, Quantization
 
 
 def load_model(
@@ -75,7 +75,7 @@ def load_model(
     if dequantize:
         weights = DequantizedWeights(weights)
     elif backend.native is not None or quantize:
-        weights = DequantizedWeights(weights, ("fp8", "fp8-128"))
+        weights = DequantizedWeights(weights, FLOAT_KINDS)
     if backend.native is not None:
         return load_fused(
             *(directory, config, weights, dtype, quantize, backend.native, cache, progress)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
@@ -16,7 +17,7 @@ from services.model.config.quantization import Quantization, StoredKind
 from services.runtime.errors import StartupError
 
 _WIDTHS: tuple[Form, ...] = (
-    *("int4-128", "int4-64", "int4-32", "int8", "int8-16", "fp8", "fp8-128", "float"),
+    *("mxfp4", "int4-128", "int4-64", "int4-32", "int8", "int8-16", "fp8", "fp8-128", "float"),
 )
 
 
@@ -62,8 +63,9 @@ def packable(kind: Kind, parts: Sequence[Weight]) -> Sequence[Weight]:
         return [part.regrouped(group_of(kind)) for part in in_8_bits]
     if all(isinstance(part, Int4Weight) and part.group == group_of(kind) for part in parts):
         return parts
-    if kind.startswith("fp8") and all(isinstance(part, Float8Weight) for part in parts):
-        return parts
+    for form, is_own in ((Float8Weight, kind.startswith("fp8")), (Float4Weight, kind == "mxfp4")):
+        if is_own and all(isinstance(part, form) for part in parts):
+            return parts
     floats = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
     is_bf16 = all(part.dtype == torch.bfloat16 for part in floats)
     return floats if is_bf16 else [part.float() for part in floats]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.int8 import Int8Weight
 from services.engine.weights.weights import Form, Weights
@@ -33,7 +34,7 @@ class ShardedWeights:
         """The rank's part of a linear in floating point, also of a linear of 8 bits, since a part
         may begin in the middle of a group. Raises StartupError if the linear has another form."""
         weight = self._whole.linear(linear)
-        if isinstance(weight, Int8Weight | Float8Weight):
+        if isinstance(weight, Int8Weight | Float8Weight | Float4Weight):
             weight = weight.dequantized()
         if not isinstance(weight, Tensor):
             raise refuse_kind(self._shard.size, self.form(linear))

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvops.fp4 import Float4Weight
 from services.engine.weights.weights import Form, Weight, Weights
 from services.model.config.layout import expert_linears, expert_place
 from services.model.config.model_config import ModelConfig
-
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_EXPONENT_BIAS = 127
 
 Place = tuple[str, int, slice]
 """The stacked tensor of a linear, its expert, and its outputs there."""
@@ -61,7 +59,9 @@ class _SingleExperts:
     places: Mapping[str, Place]
 
     def form(self, linear: str) -> Form:
-        return "float" if linear in self.places else self.stored.form(linear)
+        if linear not in self.places:
+            return self.stored.form(linear)
+        return "mxfp4" if f"{self.places[linear][0]}_blocks" in self.tensors else "float"
 
     def linear(self, linear: str) -> Weight:
         if linear not in self.places:
@@ -70,13 +70,6 @@ class _SingleExperts:
         blocks = self.tensors.get(f"{stack}_blocks")
         if blocks is None:
             return self.tensors[stack][expert].T[outputs].contiguous()
-        scales = self.tensors[f"{stack}_scales"]
-        return _dequantized(blocks[expert, outputs], scales[expert, outputs])
-
-
-def _dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[N, groups, 16] and [N, groups], uint8 -> [N, K] bf16, exactly."""
-    values = torch.tensor(_FP4)
-    pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1)
-    exponents = scales.to(torch.int32)[:, :, None] - _EXPONENT_BIAS
-    return torch.ldexp(pairs.flatten(2), exponents).flatten(1).bfloat16()
+        blocks, scales = blocks[expert, outputs], self.tensors[f"{stack}_scales"][expert, outputs]
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+        return Float4Weight(codes, scales)

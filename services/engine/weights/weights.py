@@ -5,12 +5,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from kvops.fp8 import Float8Weight
-from kvops.int4 import Int4Weight
-from kvops.int8 import Int8Weight
+from kvops.grouped import AnyWeight
 from services.model.config.quantization import StoredKind
 
-Weight = Tensor | Int4Weight | Int8Weight | Float8Weight
+Weight = AnyWeight
 """The weights [N, K] of one linear of a checkpoint."""
 
 Form = StoredKind | Literal["float"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import FLOAT_KINDS
 from services.runtime.errors import StartupError
 
 SIZES = (1, 2, 4, 8)
@@ -132,7 +133,7 @@ def check_shards(config: ModelConfig, size: int) -> None:
     if config.vocab_size < size:
         raise _refusal(size, f"a vocabulary of {config.vocab_size} has fewer tokens")
     stored = config.quantization
-    if stored is None or stored.kind in (None, "fp8", "fp8-128"):
+    if stored is None or stored.kind in (None, *FLOAT_KINDS):
         return
     if stored.format == "gguf" and stored.kind in ("int8", "int8-16"):
         return

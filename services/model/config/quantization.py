@@ -16,9 +16,12 @@ Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4
 """How tensors of a checkpoint hold a quantized linear. Both pack-quantized (4 bits) and
 int-quantized (8 bits) are of compressed-tensors, whose float-quantized is read as fp8."""
 
-StoredKind = Literal["int8", "int8-16", "int4-32", "int4-64", "int4-128", "fp8", "fp8-128"]
+StoredKind = Literal["int8", "int8-16", "int4-32", "int4-64", "int4-128", "fp8", "fp8-128", "mxfp4"]
 """The kind of linear that has exactly the stored weights. fp8 has one scale for all inputs of an
-output, and fp8-128 one for each block; CPUs compute both in bf16."""
+output, and fp8-128 one for each block."""
+
+FLOAT_KINDS: tuple[StoredKind, ...] = ("fp8", "fp8-128", "mxfp4")
+"""The kinds that CPUs compute in bf16, and that may be quantized again."""
 
 
 SUPPORTED = "Quire reads gptq, awq, compressed-tensors, fp8 and mxfp4, and GGUF files"
@@ -98,7 +101,7 @@ def _fp8(fields: JsonFields) -> StoredQuantization:
 
 def _mxfp4(fields: JsonFields) -> StoredQuantization:
     """The experts of gpt-oss; a model without stacked experts has no such tensors."""
-    return StoredQuantization("mxfp4", None)
+    return StoredQuantization("mxfp4", "mxfp4")
 
 
 def _compressed(fields: JsonFields) -> StoredQuantization:
