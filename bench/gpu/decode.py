@@ -1,4 +1,4 @@
-"""Decode steps as a worker runs them: CUDA graphs, and the next step launched while one is in
+"""Steps as a worker runs them: CUDA graphs, and the next decode step launched while one is in
 flight. Their tokens, their time, and how long the GPU has nothing to do."""
 
 import gc
@@ -23,6 +23,8 @@ from services.runtime.errors import StartupError
 QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151_936}
 LIMITS_MS = {(1, 1000): 6.5, (64, 1000): 10.5}
 """Rows and context -> milliseconds a step, on an H100."""
+PREFILL_LIMIT_MS = 5.5
+"""Milliseconds from the launch of 64 tokens behind 1,000 cached ones to the first token."""
 MAX_IDLE = 0.08
 NUM_STEPS = 50
 
@@ -36,6 +38,7 @@ def checks(machine: Machine) -> Iterator[Check]:
             f"a step of Qwen3-8B's shape, {rows} x {context}",
             partial(_step, machine, rows, context),
         )
+    yield "a prefill of 64 tokens of Qwen3-8B's shape, 1,000 cached", lambda: _prefill(machine)
 
 
 def attention_of(shape: AttentionShape) -> str:
@@ -98,13 +101,13 @@ def _graph_memory(machine: Machine) -> Passed:
     except StartupError as error:
         raise Skipped(f"runs only where NVML tells a process's memory: {error}") from error
     steps.begin(1, 16)
-    steps.capture(64)
+    steps.capture(64, 512)
     planned, steps.runner = meter.used() - before, None  # type: ignore[assignment]
     gc.collect()
     torch.cuda.empty_cache()
     steps.begin(64, 1000)
     before = meter.used()
-    steps.capture(64)
+    steps.capture(64, 512)
     found = meter.used() - before
     text = f"planned {planned / 2**20:.0f} MiB, taken {found / 2**20:.0f} MiB"
     if found > max(1.1 * planned, planned + (64 << 20)):
@@ -112,9 +115,8 @@ def _graph_memory(machine: Machine) -> Passed:
     return Passed(text, {"planned": planned, "taken": found})
 
 
-def _step(machine: Machine, num_rows: int, context: int) -> Passed:
-    """Wall time of a step in a run of them; idle: the share of it in which no kernel runs."""
-    _needs_gpu(machine)
+def _qwen3_8b(machine: Machine) -> tuple[Steps, str]:
+    """Steps of Qwen3-8B's shape, and the backend that computes them."""
     config = replace(
         make_config(**QWEN3_8B),
         num_heads=32,
@@ -124,9 +126,15 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
         qkv_bias=False,
     )
     name = attention_of(AttentionShape(32, 8, 128, 16, machine.half, machine.half))
-    steps = Steps(config, machine.half, name, machine.device)
+    return Steps(config, machine.half, name, machine.device), name
+
+
+def _step(machine: Machine, num_rows: int, context: int) -> Passed:
+    """Wall time of a step in a run of them; idle: the share of it in which no kernel runs."""
+    _needs_gpu(machine)
+    steps, name = _qwen3_8b(machine)
     steps.begin(num_rows, context + 2 * NUM_STEPS + 2, content=0.0)
-    steps.capture(num_rows)
+    steps.capture(num_rows, 0)
 
     def row(number: int, step: int) -> Row:
         ahead = number if step else None
@@ -155,6 +163,28 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
     ):
         raise Failed(f"{text}; wanted {LIMITS_MS[num_rows, context]} ms and {MAX_IDLE:.0%}")
     return Passed(text, figures)
+
+
+def _prefill(machine: Machine) -> Passed:
+    """Wall time from the launch of a step to its token, with nothing else in flight."""
+    _needs_gpu(machine)
+    steps, name = _qwen3_8b(machine)
+    steps.begin(1, 1064, content=0.0)
+    steps.capture(1, 64)
+    rows = [replace(steps.row(0, [0] * 64, 1000), draws=DRAWS[:1])]
+
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            steps.runner.launch(rows).result()
+        return (time.perf_counter() - began) / NUM_STEPS
+
+    run()
+    seconds = run()
+    text = f"{seconds * 1e3:.2f} ms with attention by {name}"
+    if torch.cuda.get_device_capability() == (9, 0) and seconds * 1e3 > PREFILL_LIMIT_MS:
+        raise Failed(f"{text}; wanted {PREFILL_LIMIT_MS} ms")
+    return Passed(text, {"seconds": seconds, "attention": name})
 
 
 def _idle(events: Any) -> float:

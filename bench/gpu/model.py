@@ -77,9 +77,10 @@ class Steps:
         arena = torch.full((num_blocks, *shape), content, dtype=self._dtype, device=self._device)
         self.runner = Runner(self._model, arena, BLOCK_SIZE, self.ops)
 
-    def capture(self, max_rows: int) -> None:
-        """Record graphs of decode steps, on a CPU stand-ins for them."""
-        self.runner.capture_graphs(max_rows, Relaunched if self._device.type == "cpu" else None)
+    def capture(self, max_rows: int, max_tokens: int) -> None:
+        """Record the graphs of a worker, on a CPU stand-ins for them."""
+        new_graph = Relaunched if self._device.type == "cpu" else None
+        self.runner.capture_graphs(max_rows, max_tokens, new_graph)
 
     def row(self, number: int, token_ids: Sequence[int], start: int) -> Row:
         first = number * self._blocks_each
@@ -89,10 +90,11 @@ class Steps:
     def generate(
         self, prompts: list[list[int]], num_tokens: int, chunk: int, graph_rows: int = 0
     ) -> list[list[int]]:
-        """Each prompt alone, in chunks; then all together, as graphs of up to `graph_rows` rows."""
+        """Each prompt alone, in chunks; then all together. With `graph_rows`, as graphs of up to so
+        many rows and of chunks."""
         self.begin(len(prompts), max(map(len, prompts)) + num_tokens)
         if graph_rows:
-            self.capture(graph_rows)
+            self.capture(graph_rows, min(chunk, max(map(len, prompts))))
         sequences = [list(prompt) for prompt in prompts]
         for i, prompt in enumerate(prompts):
             for start in range(0, len(prompt), chunk):

@@ -112,8 +112,9 @@ class AttentionStep:
     """[B], the number of positions in each row's last page."""
     page_ids: Tensor
     """The rows' pages, one row after the other, on the device."""
-    in_graph: bool = False
-    """Whether a CUDA graph of B rows with one token each replays the step."""
+    graph_query_len: int | None = None
+    """The most tokens of a row in the CUDA graph that replays the step, for steps of as many rows
+    and tokens; None if the step is launched kernel by kernel."""
 
 
 def page_facts(context_lens: Ints, block_size: int) -> tuple[Ints, Ints]:

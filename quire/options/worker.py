@@ -77,7 +77,7 @@ class WorkerOptions(AdapterOptions, TraceOptions):
     )
     enforce_eager: bool = Field(
         default=False,
-        description="launch every kernel of a decode step instead of replaying CUDA graphs",
+        description="launch every kernel of a step instead of replaying CUDA graphs",
     )
     isa: Isa = Field(
         default="auto",

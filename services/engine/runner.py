@@ -185,23 +185,25 @@ class Runner:
         lens[0] = min(context, num_tokens - sum(lens[1:]))
         self.launch(largest_rows(lens, self._block_size, config.vocab_size)).result()
 
-    def capture_graphs(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
-        """Record decode steps of up to `max_rows` rows as graphs, which later steps replay; see
-        `ModelSteps.capture`."""
-        self._steps.capture(max_rows, new_graph)
+    def capture_graphs(
+        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+    ) -> None:
+        """Record graphs for decode steps of up to `max_rows` rows and for other steps of up to
+        `max_tokens` tokens, which later steps replay; see `ModelSteps.capture`."""
+        self._steps.capture(max_rows, max_tokens, new_graph)
 
     def _forward(
         self, rows: Sequence[Row], batch: SamplingBatch, others: Mapping[str, Indices]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the rows; a decode step from its graph, if there is one. Returns the states that
-        the rows need, and the other arrays on the device."""
+        """Compute the rows, from a graph if there is one for the step. Returns the states that the
+        rows need, and the other arrays on the device."""
         arrays = self._arrays(rows)
         num_rows, wanted = len(rows), np.array(batch.wanted, np.int64)
-        is_decode = len(arrays["token_ids"]) == num_rows
+        num_tokens = len(arrays["token_ids"])
         adapters = _adapter_runs(rows)
-        size = None if adapters or not is_decode else self._steps.graph_size(num_rows)
-        if size is not None:
-            arrays = padded(arrays, size)
+        graph = None if adapters else self._steps.graph_for(num_tokens, num_rows)
+        if graph is not None:
+            arrays = padded(arrays, graph)
         if any(row.drawn_by is not None for row in rows):
             arrays |= self._sources(rows, arrays["cu_query_lens"][1 : num_rows + 1])
         if self._ops.needs_plan:
@@ -211,8 +213,8 @@ class Runner:
             drawn = self._last.drawn[placed["sources"]].clamp(min=0)  # after a fault: any token
             placed["token_ids"].index_copy_(0, placed["taken"], drawn)
         facts = StepFacts(
-            *(arrays["cu_query_lens"], arrays["context_lens"], num_rows, size),
-            wants_all=len(wanted) == num_rows,
+            *(arrays["cu_query_lens"], arrays["context_lens"], num_tokens, graph),
+            wants_all=len(wanted) == num_tokens,
             adapters=adapters,
         )
         return self._steps.compute(placed, facts), placed

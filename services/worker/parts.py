@@ -43,21 +43,14 @@ class KeptParts:
     """What a worker has in either role."""
 
     parts: WorkerParts
-    runner: Runner
     works: Sequence[Coroutine[Any, Any, None]]
     """The coroutines that run as long as the worker is on its pool; an error ends the worker."""
-    needs_graphs: bool
-    """Whether decode steps are to be recorded as graphs, and none is yet."""
 
     def take_role(self, role: RoleName) -> None:
-        """Prepare the device for a role. A worker records its graphs when it decodes for the first
-        time, and keeps them. No step may be in flight."""
+        """Prepare the device for a role. No step may be in flight."""
         forward = self.parts.forward
         if isinstance(forward, SharedCpus):
             forward.change_role(role)
-        if self.needs_graphs and role == "decode":
-            self.runner.capture_graphs(self.parts.limits.max_num_seqs)
-            self.needs_graphs = False
 
 
 async def make_parts(
@@ -89,7 +82,7 @@ async def make_parts(
         stack.callback(files.close)
     grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
     grammars.warm_up()
-    runner = await asyncio.to_thread(_warm_runner, loaded, own)
+    runner = await asyncio.to_thread(_warm_runner, loaded, own, settings.enforce_eager)
     forward = _share_cpus(settings, runner, loaded, place, stack)
     launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
     load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
@@ -108,15 +101,17 @@ async def make_parts(
         works.append(loaded.weights.kept.keep())
     if isinstance(forward, SharedCpus):
         works.append(_refresh(forward))
-    is_on_gpu = loaded.model.device.type == "cuda"
-    return KeptParts(parts, runner, works, is_on_gpu and not settings.enforce_eager)
+    return KeptParts(parts, works)
 
 
-def _warm_runner(loaded: LoadedModel, own: Membership) -> Runner:
-    """Make the runner, and compile and touch all that steps need."""
-    model, kv = loaded.model, own.pool.kv
+def _warm_runner(loaded: LoadedModel, own: Membership, enforce_eager: bool) -> Runner:
+    """Make the runner, compile and touch all that steps need, and on a GPU record the graphs of
+    both roles."""
+    model, kv, limits = loaded.model, own.pool.kv, loaded.limits
     runner = new_runner(model, kv, loaded.layout.block_size, loaded.ops, loaded.ranks)
-    runner.warm_up(_NUM_WARM_UP_TOKENS, loaded.limits.max_num_seqs)
+    runner.warm_up(_NUM_WARM_UP_TOKENS, limits.max_num_seqs)
+    if model.device.type == "cuda" and not enforce_eager:
+        runner.capture_graphs(limits.max_num_seqs, limits.max_num_batched_tokens)
     return runner
 
 

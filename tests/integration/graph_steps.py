@@ -4,19 +4,23 @@ and go. The graphs are those of `tests.graph_stand_in`."""
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kvops import Backend
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.reference import ReferenceKernels
 from services.engine.batch import Draw, Row, RowResult
+from services.engine.models import load_model
+from services.engine.models.decoder import ComposedModel
 from services.engine.runner import Runner
 from services.engine.sampling.sampler import greedy
-from tests.graph_stand_in import launched
+from tests.graph_stand_in import RecordedGraph, launched
 from tests.kernels import flashinfer_stand_in
 
 from .models_oracle import random_prompt
@@ -68,6 +72,34 @@ def planned_kernels() -> Iterator[Callable[[], Backend]]:
         patch.setattr("kvops.attention.flashinfer._SPLIT", 8)
         yield lambda: Backend(kernels())
         sys.modules.pop("kvops.attention.flashinfer")
+
+
+class DeviceRunner(Runner):
+    """A runner that works on a CPU as on a GPU."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, ops: Backend) -> None:
+        model = load_model(checkpoint, dtype, ops)
+        assert isinstance(model, ComposedModel)
+        c = model.config
+        shape = (1 + BLOCKS_EACH * MAX_ROWS, c.num_layers, 2, SIZE, c.num_kv_heads, c.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype)
+        self.kv[0] = float("nan")  # of no sequence: padded rows name this block
+        super().__init__(model, self.kv, SIZE, ops)
+        self._inputs.is_copied = True
+
+    def with_graphs(self, max_tokens: int = 0, max_rows: int = MAX_ROWS) -> "DeviceRunner":
+        self.graphs: list[RecordedGraph] = []
+
+        def new_graph() -> RecordedGraph:
+            self.graphs.append(RecordedGraph())
+            return self.graphs[-1]
+
+        self.capture_graphs(max_rows, max_tokens, new_graph)
+        return self
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs)
 
 
 def table(number: int) -> range:

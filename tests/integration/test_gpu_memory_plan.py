@@ -2,7 +2,7 @@
 here, and the test's meter gives its memory."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +14,6 @@ from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
 from services.engine.batch import Row, RowOutput
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
-from services.engine.device.graphs import ladder
 from services.engine.forward import Flight
 from services.engine.models import load_model
 from services.engine.runner import Runner
@@ -58,10 +57,12 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_numbers() -> None:
 
 
 class Meter:
-    """A meter that gives the expected values and checks the order of the calls."""
+    """A meter that gives the expected values and checks the order of the calls. Each of `graphs`
+    takes 10 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: Sequence[object] = ()) -> None:
         self.asked: list[str] = []
+        self._graphs = graphs
 
     def total(self) -> int:
         return 1000
@@ -80,7 +81,7 @@ class Meter:
 
     def used(self) -> int:
         self.asked.append("used")
-        return 500 + 30 * self.asked.count("used")
+        return 500 + 10 * len(self._graphs)
 
     def other(self) -> int:
         return 9
@@ -134,8 +135,9 @@ def test_the_largest_step_is_measured(
 
 
 def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
-    """Graphs of all sizes are recorded for their memory, on an arena of one block. The driver's
-    share of the shared weights for this process is not counted again."""
+    """Graphs of all shapes are recorded for their memory, on an arena of one block: of 1, 2, 3 and
+    4 rows, and of 2, 4 and 8 tokens. The driver's share of the shared weights for this process is
+    not counted again."""
     ops = kvops.backend("reference")
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     graphs: list[object] = []
@@ -153,7 +155,7 @@ def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
     shared = SharedWeights(MemfdDriver(0), tmp_path, lambda: None)
     shared.num_bytes, shared.counted = 200, 4
     plan = profile(
-        Meter(),
+        Meter(graphs),
         model.device,
         lambda kv: Runner(model, kv, 16, ops),
         PoolLayout("tiny", "f", 2, 2, 16, "float32", 16),
@@ -165,9 +167,8 @@ def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
         graph_rows=4,
         new_graph=CountedGraph,
     )
-    assert len(graphs) == len(ladder(4))
-    assert plan == GpuMemoryPlan(1000, 0.8, 2, 107, 50, other=5, graphs=30, shared_weights=200)
-    assert plan.pool == 800 - 200 - 2 * 192
+    assert plan == GpuMemoryPlan(1000, 0.8, 2, 107, 50, other=5, graphs=70, shared_weights=200)
+    assert plan.pool == 800 - 200 - 2 * 232
 
 
 def test_memory_of_freed_tensors_is_not_a_process_s(monkeypatch: pytest.MonkeyPatch) -> None:

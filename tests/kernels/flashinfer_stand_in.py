@@ -111,9 +111,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert causal
         plan = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
         if self.in_graph:
-            assert uniform_q_len == 1
             assert fixed_split_size is None, "a graph has as many programs as when it was captured"
+            assert not disable_split_kv, (
+                "only programs of splits know that there is no work for them"
+            )
+            assert uniform_q_len is None or (qo_indptr.diff() == uniform_q_len).all()
             assert num_rows == len(self.buffers[3])
+            assert num_rows <= qo_indptr[-1], "FlashInfer counts on a token for each row"
             assert len(paged_kv_indices) <= len(self.buffers[2])
             for buffer, values in zip(self.buffers, plan, strict=True):
                 buffer[: len(values)].copy_(values)

@@ -8,7 +8,8 @@ An eager decode step divides a row's context into splits of a fixed size, so tha
 not depend on the other rows. A CUDA graph has a fixed number of programs: there FlashInfer chooses
 the size of the splits, and bits depend on the batch. Other steps have programs enough without
 splits, whose partial results would need gigabytes. An eager decode step whose partial results do
-not fit into the workspace is computed in several runs of some rows each, to the same bits.
+not fit into the workspace is computed in several runs of some rows each, to the same bits. A graph
+gets a workspace that its programs' partial results fit into.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ class _Run:
 
 
 class FlashInferKernels(TritonKernels):
-    """All plans share one workspace, since steps follow each other on one stream."""
+    """Plans share workspaces, since steps follow each other on one stream."""
 
     name = "flashinfer"
     reads_whole_blocks = True
@@ -100,16 +101,14 @@ class FlashInferKernels(TritonKernels):
         if self._copied is not None:  # FlashInfer copies plans from one pinned buffer
             self._copied.synchronize()
         num_rows = len(step.last_page_lens)
-        is_decode = bool((np.diff(step.query_begins) == 1).all())
-        kind = "graph" if step.in_graph else "decode" if is_decode else "prefill"
+        is_decode, query_len = bool((np.diff(step.query_begins) == 1).all()), step.graph_query_len
+        kind = f"graph {query_len}" if query_len else "decode" if is_decode else "prefill"
         parts = _parts(step) if kind == "decode" else [step]
         self._scale_and_cap = step.shape.softmax_scale, step.shape.cap
         self._planned = {
             window: [
                 _Run(
-                    self._planned_wrapper(
-                        kind, window, num_rows if step.in_graph else number, part
-                    ),
+                    self._planned_wrapper(kind, window, num_rows if query_len else number, part),
                     int(part.query_begins[-1]),
                 )
                 for number, part in enumerate(parts)
@@ -125,10 +124,10 @@ class FlashInferKernels(TritonKernels):
     ) -> Any:
         """Plan a part of a step by its `number`, or a graph of `number` rows."""
         shape, key = step.shape, (kind, window, number, step.shape.kv_dtype)
-        graph_rows = number if kind == "graph" else 0
         if key not in self._wrappers:
-            self._wrappers[key] = self._wrapper(kind, graph_rows, step)
-        wrapper = self._wrappers[key]
+            self._wrappers[key] = self._wrapper(kind, step)
+        wrapper, query_len = self._wrappers[key], step.graph_query_len
+        is_uniform = query_len and query_len * number == step.query_begins[-1]
         wrapper.plan(
             torch.from_numpy(step.query_begins),
             torch.from_numpy(step.page_begins),
@@ -146,18 +145,22 @@ class FlashInferKernels(TritonKernels):
             kv_data_type=shape.kv_dtype,
             fixed_split_size=_split_pages(shape) if kind == "decode" else None,
             disable_split_kv=kind == "prefill",
-            uniform_q_len=1 if graph_rows else None,
+            uniform_q_len=query_len if is_uniform else None,
         )
         return wrapper
 
-    def _wrapper(self, kind: str, graph_rows: int, step: AttentionStep) -> Any:
-        """Make a wrapper of the kernels that can split a context ("fa2") for decode steps, and of
-        the kernels that FlashInfer chooses for prefill. Beside keys and values in fp8, only "fa2"
-        takes queries of 16 bits."""
-        device, shape = step.page_ids.device, step.shape
+    def _wrapper(self, kind: str, step: AttentionStep) -> Any:
+        """Make a wrapper of the kernels that can split a context ("fa2") for decode steps and
+        graphs, and of the kernels that FlashInfer chooses for other steps. Beside keys and values
+        in fp8, only "fa2" takes queries of 16 bits."""
+        device, shape, graph_rows = step.page_ids.device, step.shape, 0
         chooses = kind == "prefill" and shape.kv_dtype == shape.dtype
-        if self._workspace is None:
-            self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        needed = _WORKSPACE_BYTES
+        if step.graph_query_len:
+            graph_rows = len(step.last_page_lens)
+            needed = max(needed, graph_bytes(step, _num_sms(device)))
+        if self._workspace is None or len(self._workspace) < needed:
+            self._workspace = torch.zeros(needed, dtype=torch.uint8, device=device)
         buffers: dict[str, Tensor] = {}
         if graph_rows:
 
@@ -193,6 +196,23 @@ class FlashInferKernels(TritonKernels):
             run.wrapper.run(part, call.kv_layer) for run, part in zip(runs, queries, strict=True)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def graph_bytes(step: AttentionStep, num_sms: int) -> int:
+    """The bytes of the partial results of a graph's programs, of which each has a tile of queries
+    of one KV head: as many as fill the GPU, or at least one for each tile that rows can begin."""
+    shape, num_rows = step.shape, len(step.last_page_lens)
+    group = shape.num_heads // shape.num_kv_heads
+    lines = group * (step.graph_query_len or 1)  # of the longest row
+    tile = 16 if lines <= 16 else 64 if lines <= 64 or shape.head_dim >= 256 else 128
+    num_tiles = -(-int(step.query_begins[-1]) * group // tile) + num_rows
+    num_programs = max(2 * num_sms // shape.num_kv_heads, num_tiles)
+    return 4 * shape.num_heads * num_programs * tile * (shape.head_dim + 1)
+
+
+def _num_sms(device: torch.device) -> int:
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
 
 
 def _split_pages(shape: AttentionShape) -> int:

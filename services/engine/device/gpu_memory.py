@@ -5,9 +5,9 @@
 
 `utilization` is vLLM's gpu_memory_utilization: the share of the GPU that this deployment may use,
 whatever other programs use. The workers share one copy of the weights where they can; then
-`weights` is what each worker keeps beside that copy. `graphs` are CUDA graphs of decode steps with
-their memory. `other` is the memory that a process takes beyond PyTorch's tensors, for its CUDA
-context, kernels and workspaces.
+`weights` is what each worker keeps beside that copy. `graphs` are CUDA graphs with their memory.
+`other` is the memory that a process takes beyond PyTorch's tensors, for its CUDA context, kernels
+and workspaces.
 """
 
 import os
@@ -199,13 +199,13 @@ def profile(
     new_graph: Callable[[], Graph] | None = None,
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
-    sequences, and by recording the graphs of decode steps of up to `graph_rows` rows. `new_runner`
-    makes a runner on an arena. With several ranks this is the first one's plan; the steps run on
-    all of them."""
+    sequences, and by recording the graphs of steps, for decode steps of up to `graph_rows` rows (0
+    records none). `new_runner` makes a runner on an arena. With several ranks this is the first
+    one's plan; the steps run on all of them."""
     measured = Measurement(meter, device, layout)
     runner = new_runner(measured.pool.kv)
     runner.run_largest_step(num_tokens, num_rows)
     if graph_rows:
         with measured.graphs():
-            runner.capture_graphs(graph_rows, new_graph)
+            runner.capture_graphs(graph_rows, num_tokens, new_graph)
     return measured.plan(num_workers, utilization, shared)

@@ -1,14 +1,21 @@
-"""Decode steps as CUDA graphs: the launches of a forward pass, recorded once for each of a few
-numbers of rows, and replayed in one call.
+"""Steps as CUDA graphs: the launches of a forward pass, recorded once for each of a few shapes of
+steps, and replayed in one call. Decode steps have graphs by their number of rows, steps with chunks
+of prompts by their number of tokens.
 
-    step of 5 rows   | r0 | r1 | r2 | r3 | r4 |
-    graph of 6       | r0 | r1 | r2 | r3 | r4 | -- |     slot -1: nothing is stored; context 0
+    decode step of 5 rows      | r0 | r1 | r2 | r3 | r4 |
+    graph of 6 rows            | r0 | r1 | r2 | r3 | r4 | -- |
+
+    chunks of 5 and 1 tokens   | r0   r0   r0   r0   r0 | r1 |
+    graph of 8 tokens          | r0   r0   r0   r0   r0 | r1 | --   -- |     further rows are empty
+
+A padded token has slot -1, so that nothing is stored, and its row has no context.
 
 A graph reads and writes the memory that its launches were recorded with. So a step's inputs are
-copied into static tensors, from which all graphs read, and a step with fewer rows is padded.
+copied into static tensors, from which all graphs read, and a smaller step is padded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +28,9 @@ from services.engine.models import Batch
 
 _NUM_WARM_UPS = 2
 """Before a capture: kernels are compiled, and libraries allocate what they keep."""
+
+_OF_TOKENS = ("token_ids", "positions", "slot_mapping")
+"""The inputs with a value for each token of a step."""
 
 
 class Graph(Protocol):
@@ -69,13 +79,58 @@ def ladder(max_rows: int) -> list[int]:
     return sorted(found for found in sizes if found <= max_rows)
 
 
-class DecodeGraphs:
-    """The graphs of one runner. `forward` computes a batch, and returns the states of all rows."""
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """The shape of the steps that one graph computes, padding included."""
+
+    num_tokens: int
+    num_rows: int
+    query_len: int
+    """The most tokens of a row: 1 in a decode step."""
+
+    def fits(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether the graph computes a step of so many tokens and rows. Beside chunks of prompts,
+        one row is left for the padded tokens."""
+        if self.query_len == 1:
+            return num_tokens == num_rows <= self.num_rows
+        return num_tokens <= self.num_tokens and num_rows < self.num_rows
+
+    def begins(self, known: Indices) -> Indices:
+        """The `cu_query_lens` of a padded step; `known` has its first values. Padded tokens are in
+        the first padded rows."""
+        more = self.num_rows + 1 - len(known)
+        padded = known[-1] + self.query_len * np.arange(1, more + 1)
+        return np.concatenate([known, padded.clip(max=self.num_tokens)]).astype(np.int32)
+
+
+_MAX_CHUNK_TOKENS = 512
+"""Larger steps take longer on the device than their launches take on the host."""
+
+_MAX_CHUNK_ROWS = 16
+"""Few: attention has programs for the tiles that as many rows could begin, and FlashInfer memory
+for their partial results."""
+
+
+def graph_shapes(max_rows: int, max_tokens: int) -> list[GraphShape]:
+    """The shapes that have graphs, the smallest first, for decode steps of up to `max_rows` rows
+    and steps of up to `max_tokens` tokens. Chunks have powers of two, so that padding at most
+    doubles a step."""
+    shapes = [GraphShape(size, size, 1) for size in ladder(max_rows)]
+    size = 2
+    while size < 2 * max_tokens and size <= _MAX_CHUNK_TOKENS:
+        shapes.append(GraphShape(size, min(size, _MAX_CHUNK_ROWS), size))
+        size *= 2
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.query_len))
+
+
+class StepGraphs:
+    """The graphs of one runner. `forward` computes a batch, and returns the states of all
+    tokens."""
 
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
-        max_rows: int,
+        shapes: Sequence[GraphShape],
         max_blocks: int,
         device: torch.device,
         new_graph: Callable[[], Graph],
@@ -83,67 +138,72 @@ class DecodeGraphs:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.sizes = ladder(max_rows)
+        max_tokens = max(shape.num_tokens for shape in shapes)
+        max_rows = max(shape.num_rows for shape in shapes)
+        self._shapes = shapes
         self._forward = forward
         self._new_graph = new_graph
         self._inputs = {
-            "token_ids": zeros(max_rows),
-            "positions": zeros(max_rows),
-            "slot_mapping": zeros(max_rows),
+            "token_ids": zeros(max_tokens),
+            "positions": zeros(max_tokens),
+            "slot_mapping": zeros(max_tokens),
             "context_lens": zeros(max_rows, dtype=torch.int32),
         }
         self._tables = zeros(max_rows, max_blocks, dtype=torch.int32)
-        self._begins = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[Graph, Tensor]] = {}
+        self._graphs: dict[GraphShape, tuple[Graph, Batch, Tensor]] = {}
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest graph that holds so many rows; None: there is none."""
-        return next((size for size in self.sizes if size >= num_rows and self._graphs), None)
+    def shape_for(self, num_tokens: int, num_rows: int) -> GraphShape | None:
+        """The smallest graph for a step of so many tokens and rows; None if there is none."""
+        return next((shape for shape in self._shapes if shape.fits(num_tokens, num_rows)), None)
 
-    def capture(self, before: Callable[[int], None]) -> None:
-        """Record all graphs, the largest first, so that the others fit into its memory. Their rows
-        have slot -1. `before` is called for each size, before its first launch."""
+    def capture(self, before: Callable[[GraphShape, Indices], None]) -> None:
+        """Record all graphs, the largest first, so that the others fit into its memory. Their
+        tokens have slot -1. `before` is called for each shape with the values of its
+        `cu_query_lens`, before its first launch."""
         self._inputs["slot_mapping"].fill_(-1)
-        for size in reversed(self.sizes):
-            before(size)
-            batch = self._batch(size)
+        for shape in reversed(self._shapes):
+            begins = shape.begins(np.zeros(1, np.int32))
+            before(shape, begins)
+            batch = self._batch(shape, begins)
             for _ in range(_NUM_WARM_UPS):
                 self._forward(batch)
             graph = self._new_graph()
-            self._graphs[size] = graph, graph.capture(partial(self._forward, batch))
+            states = graph.capture(partial(self._forward, batch))
+            self._graphs[shape] = graph, batch, states
 
-    def replay(self, size: int, placed: Mapping[str, Tensor]) -> Tensor:
-        """Compute a step that `padded` has padded to `size` rows; `placed` are its arrays on the
-        device. Returns the states of all rows, [size, hidden_size], until the next call."""
-        for name, static in self._inputs.items():
-            static[:size].copy_(placed[name])
+    def replay(self, shape: GraphShape, placed: Mapping[str, Tensor]) -> Tensor:
+        """Compute a step that `padded` has padded to the shape; `placed` are its arrays on the
+        device. Returns the states of all tokens, [tokens, hidden_size], until the next call."""
+        graph, batch, states = self._graphs[shape]
+        for name in self._inputs:
+            getattr(batch, name).copy_(placed[name])
+        if shape.query_len > 1:
+            batch.cu_query_lens.copy_(placed["cu_query_lens"])
         tables = placed["block_tables"]
-        self._tables[:size, : tables.shape[1]].copy_(tables)
-        graph, states = self._graphs[size]
+        batch.block_tables[:, : tables.shape[1]].copy_(tables)
         graph.replay()
         return states
 
-    def _batch(self, size: int) -> Batch:
+    def _batch(self, shape: GraphShape, begins: Indices) -> Batch:
+        rows, tokens = shape.num_rows, shape.num_tokens
         return Batch(
-            **{name: static[:size] for name, static in self._inputs.items()},
-            block_tables=self._tables[:size],
-            cu_query_lens=self._begins[: size + 1],
-            max_query_len=1,
-            adapters=(),
+            **{name: self._inputs[name][:tokens] for name in _OF_TOKENS},
+            context_lens=self._inputs["context_lens"][:rows],
+            block_tables=self._tables[:rows],
+            cu_query_lens=torch.from_numpy(begins).to(self._tables.device),
+            max_query_len=shape.query_len,
         )
 
 
-def padded(arrays: Mapping[str, Indices], size: int) -> dict[str, Indices]:
-    """The arrays of a decode step with rows added up to `size`."""
-    more = size - len(arrays["context_lens"])
-    fill = {"token_ids": 0, "positions": 0, "slot_mapping": -1, "context_lens": 0}
-    result = {
-        name: np.pad(array, (0, more), constant_values=fill[name]) if name in fill else array
-        for name, array in arrays.items()
-    }
-    result["block_tables"] = np.pad(arrays["block_tables"], ((0, more), (0, 0)))
-    last = arrays["cu_query_lens"][-1]
-    result["cu_query_lens"] = np.concatenate(
-        [arrays["cu_query_lens"], last + np.arange(1, more + 1, dtype=np.int32)]
-    ).astype(np.int32)
+def padded(arrays: Mapping[str, Indices], shape: GraphShape) -> dict[str, Indices]:
+    """The arrays of a step with tokens and rows added up to the shape."""
+    more_tokens = shape.num_tokens - len(arrays["token_ids"])
+    more_rows = shape.num_rows - len(arrays["context_lens"])
+    result = dict(arrays)
+    for name in _OF_TOKENS:
+        fill = -1 if name == "slot_mapping" else 0
+        result[name] = np.pad(arrays[name], (0, more_tokens), constant_values=fill)
+    result["context_lens"] = np.pad(arrays["context_lens"], (0, more_rows))
+    result["block_tables"] = np.pad(arrays["block_tables"], ((0, more_rows), (0, 0)))
+    result["cu_query_lens"] = shape.begins(arrays["cu_query_lens"])
     return result

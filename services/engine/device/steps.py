@@ -10,7 +10,13 @@ from torch import Tensor
 
 from kvops import AttentionShape, Backend
 from kvops.step import AttentionStep, page_facts
-from services.engine.device.graphs import DecodeGraphs, Graph, cuda_graphs
+from services.engine.device.graphs import (
+    Graph,
+    GraphShape,
+    StepGraphs,
+    cuda_graphs,
+    graph_shapes,
+)
 from services.engine.device.inputs import Indices, block_pairs
 from services.engine.device.threads import use_device
 from services.engine.models.model import AdapterRun, Batch, Model
@@ -52,12 +58,12 @@ class StepFacts:
     """The values of the batch's `cu_query_lens`, with padded rows."""
     context_lens: Indices
     """The values of the batch's `context_lens`, with padded rows."""
-    num_rows: int
-    """The number of rows without padding."""
-    graph_size: int | None = None
-    """The rows of the graph that computes the step; None if no graph does."""
+    num_tokens: int
+    """The number of new tokens without padding."""
+    graph: GraphShape | None = None
+    """The shape of the graph that computes the step; None if no graph does."""
     wants_all: bool = False
-    """Whether the state of every row is wanted, in order."""
+    """Whether the state of every token is wanted."""
     adapters: tuple[AdapterRun, ...] = ()
 
 
@@ -70,28 +76,32 @@ class ModelSteps:
         self._block_size = block_size
         self._ops = ops
         self._attention = attention_shape(model.config, block_size, model.dtype, kv.dtype)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
-    def capture(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
-        """Record decode steps of up to `max_rows` rows as graphs. They write nothing. Tensors that
-        a graph reads stay where they are. Without `new_graph` they are CUDA's."""
+    def capture(
+        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+    ) -> None:
+        """Record the graphs of `graph_shapes`. They write nothing. Tensors that a graph reads stay
+        where they are. Without `new_graph` they are CUDA's."""
         use_device(self._kv.device)
         context, device = self._model.config.max_position_embeddings, self._kv.device
         max_blocks = -(-context // self._block_size)
         self._ops.set_max_blocks(max_blocks)
-        all_rows = torch.arange(max_rows, device=device)
-        page_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        shapes = graph_shapes(max_rows, max_tokens)
+        all_tokens = torch.arange(shapes[-1].num_tokens, device=device)
+        page_ids = torch.zeros_like(all_tokens, dtype=torch.int32)
 
         def forward(batch: Batch) -> Tensor:
-            return self._model.forward(batch, self._kv, all_rows[: len(batch.token_ids)])
+            return self._model.forward(batch, self._kv, all_tokens[: len(batch.token_ids)])
 
-        def before(size: int) -> None:
-            begins = np.arange(size + 1, dtype=np.int32)
-            self._plan(StepFacts(begins, np.zeros(size, np.int32), size, size), page_ids[:size])
+        def before(shape: GraphShape, begins: Indices) -> None:
+            lens = np.zeros(shape.num_rows, np.int32)
+            facts = StepFacts(begins, lens, shape.num_tokens, shape)
+            self._plan(facts, page_ids[: shape.num_rows])
 
         make = new_graph or cuda_graphs()
-        graphs = DecodeGraphs(forward, max_rows, max_blocks, device, make)
+        graphs = StepGraphs(forward, shapes, max_blocks, device, make)
         graphs.capture(before)
         self._graphs = graphs
 
@@ -100,19 +110,19 @@ class ModelSteps:
         use_device(self._kv.device)
         self._ops.warm_up(self._kv[:, 0], self._attention, max_rows)
 
-    def graph_size(self, num_rows: int) -> int | None:
-        """The rows of the smallest graph that holds so many; None: there is none."""
-        return None if self._graphs is None else self._graphs.size_for(num_rows)
+    def graph_for(self, num_tokens: int, num_rows: int) -> GraphShape | None:
+        """The smallest graph for a step of so many tokens and rows; None if there is none."""
+        return None if self._graphs is None else self._graphs.shape_for(num_tokens, num_rows)
 
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
         """Compute a step, and store its KV. `placed` has the tensors of its batch, the tokens with
         `wanted` states, and, on a backend that plans, the `page_ids` of its rows. Returns the
         wanted states, until the next call."""
         self._plan(facts, placed.get("page_ids"))
-        if facts.graph_size is not None:
+        if facts.graph is not None:
             assert self._graphs is not None
-            states = self._graphs.replay(facts.graph_size, placed)
-            return states[: facts.num_rows] if facts.wants_all else states[placed["wanted"]]
+            states = self._graphs.replay(facts.graph, placed)
+            return states[: facts.num_tokens] if facts.wants_all else states[placed["wanted"]]
         batch = Batch(
             **{name: placed[name] for name in BATCH_TENSORS},
             max_query_len=int(np.diff(facts.query_begins).max()),
@@ -131,7 +141,7 @@ class ModelSteps:
         assert page_ids is not None
         num_pages, last = page_facts(facts.context_lens, self._block_size)
         begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
-        in_graph = facts.graph_size is not None
+        query_len = facts.graph.query_len if facts.graph else None
         self._ops.plan(
-            AttentionStep(self._attention, facts.query_begins, begins, last, page_ids, in_graph)
+            AttentionStep(self._attention, facts.query_begins, begins, last, page_ids, query_len)
         )

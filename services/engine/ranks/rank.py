@@ -202,9 +202,9 @@ class Rank:
             self._made_steps = ModelSteps(self.model, kv, kv.shape[3], self._ops)
         return self._made_steps
 
-    def capture(self, max_rows: int) -> None:
-        """Record decode steps as graphs, see `ModelSteps.capture`."""
-        self._steps.capture(max_rows, self._new_graph)
+    def capture(self, max_rows: int, max_tokens: int) -> None:
+        """Record steps as graphs, see `ModelSteps.capture`."""
+        self._steps.capture(max_rows, max_tokens, self._new_graph)
 
     def compute(self, forms: dict[str, Any], facts: StepFacts) -> None:
         """Compute a step, whose tensors follow as one broadcast (`calls.packed`). An adapter in

@@ -4,6 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -60,10 +61,12 @@ class SharedSteps(ModelSteps):
         super().__init__(model, kv, block_size, ops)
         self._peers, self._shard = peers, model
 
-    def capture(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
+    def capture(
+        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+    ) -> None:
         """All ranks record the same graphs in the same order, with the exchanges in them."""
-        capture = super().capture
-        self._peers.ask("capture", max_rows, meanwhile=lambda: capture(max_rows, new_graph))
+        capture = partial(super().capture, max_rows, max_tokens, new_graph)
+        self._peers.ask("capture", max_rows, max_tokens, meanwhile=capture)
 
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
         """The tensors go from device to device: the host does not wait for tokens that only the
