@@ -31,6 +31,10 @@ def test_keys_and_values_in_fp8_are_those_of_the_reference() -> None:
     assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_fp8_kv_suite.py")))
 
 
+def test_steps_from_graphs_have_the_tokens_of_transformers() -> None:
+    assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_graphs_suite.py")))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
     assert_passes("pytest", "--quiet", "-k", part, str(SUITE))
