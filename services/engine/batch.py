@@ -83,7 +83,8 @@ class Row:
     """The function that makes the row's one draw from that token, if penalties or a grammar depend
     on the token; `draws` has the draw without them."""
     num_states: int = 0
-    """The number of last tokens with wanted final states; such a row neither draws nor scores."""
+    """The number of last tokens whose final states are pooled; such a row neither draws nor
+    scores."""
     num_drafts: int = 0
     """The number of drafts at the end of `token_ids`. `draws` has one draw for each of them, after
     the token before it, and one after the last token."""
@@ -101,8 +102,9 @@ class RowOutput:
     """The logprobs of `tokens`, if the sampling parameters ask for them."""
     prompt: tuple[Logprobs, ...] = ()
     """The logprobs of the row's `scoring`."""
-    states: NDArray[np.float32] | None = None
-    """The final states, fp32 [num_states, hidden]; None if the row asks for none."""
+    states: NDArray[np.floating[Any]] | None = None
+    """The final states [num_states, hidden], or from a device that draws their sum [1, hidden];
+    None if the row asks for none."""
 
 
 RowResult = tuple[int, ...] | RowOutput | Fault

@@ -134,7 +134,7 @@ class Runner:
         for number, places in batch.apart:
             scoring, states = batch.rows[number].scoring, hidden[places]
             if scoring is None:
-                outputs.append((states.float(),))
+                outputs.append((self._to_pool(states),))
             else:
                 given = placed[f"given.{number}"]
                 outputs.append(self._model.score(states, given, scoring.num_top))
@@ -144,6 +144,14 @@ class Runner:
             )
         self._last = DrawnFlight(batch, outputs, masks)
         return self._last
+
+    def _to_pool(self, states: Tensor) -> Tensor:
+        """What a pooler adds up. On a CPU these are the states of a row, so that chunks change no
+        bit. A device, which rounds by the batch anyway, adds them itself: the copy of all states to
+        the host would hold up every row of the step."""
+        if self.computes_at_launch:
+            return states.float()
+        return states.sum(dim=0, keepdim=True, dtype=torch.float64)
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""

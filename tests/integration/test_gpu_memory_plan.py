@@ -17,6 +17,7 @@ from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
 from services.engine.forward import Flight
 from services.engine.models import load_model
 from services.engine.runner import Runner
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.weights.placement import SharedWeights
 from services.pool.layout import PoolLayout
 from services.runtime.errors import StartupError
@@ -94,8 +95,8 @@ class Meter:
 def test_the_largest_step_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_rows: int, lens: list[int]
 ) -> None:
-    """It has all tokens and draws from all rows, with at most the context each. The arena of one
-    block and the weights are no activations."""
+    """It has all tokens, draws from all rows and needs all states, with at most the context each.
+    The arena of one block and the weights are no activations."""
     ops = kvops.backend("reference")
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     layout = PoolLayout("tiny", "f", 2, 2, 16, "float32", 16)
@@ -129,6 +130,7 @@ def test_the_largest_step_is_measured(
     assert all(draw.adjustment and draw.grammar for draw in draws)
     assert len({id(draw.adjustment.state) for draw in draws if draw.adjustment}) == len(lens)
     assert steps[0][0].scoring is not None
+    assert set(SamplingBatch.of(steps[0]).wanted) == set(range(sum(lens)))
     assert meter.asked == ["tensors", "tensors", "reset", "peak"]
     assert plan == GpuMemoryPlan(1000, 0.8, 2, weights=107, activations=50, other=9)
     assert plan.pool == 800 - 2 * 166

@@ -1,5 +1,6 @@
 """Rows of the step that takes the most memory beside its forward pass: every row draws with top_k
-and top_p, penalties, a grammar and logprobs, and a prompt asks for logprobs too."""
+and top_p, penalties, a grammar and logprobs, a prompt asks for logprobs too, and the others need
+the states of all their tokens, as an embedding does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,6 @@ import numpy as np
 
 from services.engine.batch import Draw, Row, Scoring
 from services.engine.sampling.adjustment import Adjustment
-from services.engine.sampling.sampling_batch import LOGITS_AT_ONCE
 from services.model.structured.mask import Mask
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import SamplingParams
@@ -45,8 +45,8 @@ def largest_rows(lens: Sequence[int], block_size: int, vocab_size: int) -> list[
             state=_Penalties(),
         )
         draw = Draw(_SAMPLING, index, penalties, grammar)
-        num_scored = min(length, LOGITS_AT_ONCE - len(lens)) if index == 0 else 0
-        scoring = Scoring([0] * num_scored, MAX_LOGPROBS) if num_scored > 0 else None
-        blocks = [0] * -(-length // block_size)
-        rows.append(Row([0] * length, 0, blocks, length, (draw,), scoring))
+        blocks, is_scored = [0] * -(-length // block_size), index == 0
+        scoring = Scoring([0] * length, MAX_LOGPROBS) if is_scored else None
+        num_states = 0 if is_scored else length
+        rows.append(Row([0] * length, 0, blocks, length, (draw,), scoring, num_states=num_states))
     return rows

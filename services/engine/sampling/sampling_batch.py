@@ -33,8 +33,8 @@ LOGITS_AT_ONCE = 64
 Outputs = Sequence[Sequence[Tensor]]
 """The tensors that a step has computed for its batch, on any device. First the tokens of the draws,
 [D] int64, and behind them the scores (`logprobs.ScoreTensors`) of the draws that ask for logprobs.
-Then for each row of `SamplingBatch.apart`: the scores of its prompt's tokens, or its states in
-fp32."""
+Then for each row of `SamplingBatch.apart`: the scores of its prompt's tokens, or its states to
+pool."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.protocol.messages import Pooling, PoolingMode
 
-States = NDArray[np.float32]
-"""Final states of some tokens of a sequence, [tokens, hidden]."""
+States = NDArray[np.floating[Any]]
+"""Final states of some tokens of a sequence, [tokens, hidden], or their sum, [1, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class ScoreHead:
 class Pooler:
     """Collects the states of one sequence, chunk by chunk.
 
-    The sum of a mean runs from the first position to the last in fp64, so its bits depend neither
-    on the chunks nor on the batch.
+    The sum of a mean is in fp64. Where the states come one by one, it runs from the first position
+    to the last, so its bits depend neither on the chunks nor on the batch.
     """
 
     def __init__(self, pooling: Pooling, head: ScoreHead | None = None) -> None:
