@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from services.engine.batch import Fault, Wait
@@ -44,7 +44,7 @@ class LaunchedStep:
     """All groups with blocks that the step reads or writes."""
     began: float
     spent: Drafting
-    """The time that its drafts took since `began`."""
+    """The time that its drafts took since `began`, and for which the device waited."""
 
 
 class Engine:
@@ -95,8 +95,9 @@ class Engine:
         """Apply the commands, launch a step, retire what is due, and report what happened to each
         group."""
         removed = self.apply(commands)
+        retired = [self._retire(step) for step in self._take_needed()]
         launched = self._launch()
-        retired = [self._retire(step) for step in self._take_due(launched)]
+        retired += [self._retire(step) for step in self._take_due(launched)]
         return self._report(removed, retired, is_busy=launched or bool(retired))
 
     def settle(self) -> None:
@@ -122,7 +123,7 @@ class Engine:
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
         spent = Drafting()
-        if self._speculation is not None:
+        if self._speculation is not None and not self._launched:
             batch, spent = self._speculation.with_drafts(batch, self._scheduler.budget)
         rows = [
             one.sequence.launch(one.num_tokens, place, one.drafts)
@@ -131,12 +132,22 @@ class Engine:
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
         self._check_fence()
         flight = self._forward.launch(rows, pairs, num_waiting)
+        if not self._launched and not flight.is_complete:
+            spent = replace(spent, launching_s=time.perf_counter() - began)
         groups = {group.key: group for group, _ in copied}
         groups |= {one.group.key: one.group for one in batch}
         for group in groups.values():
             group.num_flights += 1
         self._launched.append(LaunchedStep(flight, batch, groups, began, spent))
         return True
+
+    def _take_needed(self) -> list[LaunchedStep]:
+        """The steps to retire before the next one is launched: all in flight, if the next step is
+        to have drafts behind their tokens."""
+        if self._speculation is None or not self._launched:
+            return []
+        is_needed = self._speculation.needs_tokens(self._launched[-1].batch)
+        return self._take_due(launched=False) if is_needed else []
 
     def _take_due(self, launched: bool) -> list[LaunchedStep]:
         """The steps to retire now: all, but for the one that was just launched and goes on."""
@@ -158,8 +169,6 @@ class Engine:
                 command.group.is_started = command.is_started
                 if self._one_token:
                     command.group.stop_after_draws()
-                elif self._speculation is not None:
-                    command.group.stay_behind()
                 self._scheduler.add(command.group)
                 continue
             group = self._scheduler.get(command.key)

@@ -13,7 +13,7 @@ from services.engine.batch import Draw, Row, Wait, with_draws_behind
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.graphs import Graph, padded
-from services.engine.device.inputs import Indices, StepInputs
+from services.engine.device.inputs import Indices, StepInputs, one_token_rows
 from services.engine.device.largest_rows import largest_rows
 from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.device.threads import use_device
@@ -203,17 +203,20 @@ class Runner:
     def _forward(
         self, rows: Sequence[Row], batch: SamplingBatch, others: Mapping[str, Indices]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the rows, from a graph if there is one for the step. Returns the states that the
-        rows need, and the other arrays on the device."""
-        arrays = self._arrays(rows)
-        num_rows, wanted = len(rows), np.array(batch.wanted, np.int64)
-        num_tokens = len(arrays["token_ids"])
+        """Compute the rows, from a graph if there is one for the step. On a device, a step with
+        short rows becomes a decode step. Returns the states that the rows need, and the other
+        arrays on the device."""
+        arrays, wanted = self._arrays(rows), np.array(batch.wanted, np.int64)
+        ends, num_tokens = arrays["cu_query_lens"][1:], len(arrays["token_ids"])
+        if not self.computes_at_launch and len(rows) < num_tokens and all(map(_is_short, rows)):
+            arrays = one_token_rows(arrays)
+        num_rows = len(arrays["context_lens"])
         adapters = _adapter_runs(rows)
         graph = None if adapters else self._steps.graph_for(num_tokens, num_rows)
         if graph is not None:
             arrays = padded(arrays, graph)
         if any(row.drawn_by is not None for row in rows):
-            arrays |= self._sources(rows, arrays["cu_query_lens"][1 : num_rows + 1])
+            arrays |= self._sources(rows, ends)
         if self._ops.needs_plan:
             arrays["page_ids"] = self._page_ids(arrays)
         placed = self._inputs.place({**arrays, "wanted": wanted, **others})
@@ -304,6 +307,12 @@ def _adapter_runs(rows: Sequence[Row]) -> tuple[AdapterRun, ...]:
         if adapter is not None:
             runs.append(AdapterRun(adapter.weights, begin, end))
     return tuple(runs)
+
+
+def _is_short(row: Row) -> bool:
+    """Whether the row has one token and its drafts, or the two tokens that a draft model computes
+    after a step in which all its drafts were accepted."""
+    return len(row.token_ids) <= max(2, 1 + row.num_drafts)
 
 
 def _end(row: Row) -> int:

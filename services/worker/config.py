@@ -127,6 +127,14 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         return self.max_num_seqs or min(default, self.max_num_batched_tokens or default)
 
     @property
+    def num_decode_rows(self) -> int:
+        """The most tokens of a decode step on a GPU, drafts included: each is a row of a graph."""
+        if self.speculative_config is None:
+            return self.num_seqs
+        most = self.num_seqs * (1 + self.speculative_config.num_speculative_tokens)
+        return min(most, max(self.num_seqs, _SEQS_ON_GPU), self.num_batched_tokens)
+
+    @property
     def num_batched_tokens(self) -> int:
         """The most tokens that one step computes."""
         default = _BATCHED_TOKENS_ON_GPU if self.is_on_gpu else _BATCHED_TOKENS
@@ -183,14 +191,14 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
 
     def check_speculation(self) -> None:
-        """Raises StartupError unless the kernels verify a draft with the bits of a decode step."""
+        """Raises StartupError if no worker of this kind verifies drafts."""
         if self.speculative_config is None:
             return
-        if self.kernels != "cpu" or self.tensor_parallel_size > 1:
+        if self.kernels not in ("cpu", "triton") or self.tensor_parallel_size > 1:
             raise StartupError(
                 f"speculative_config with backend {self.kernels!r} and tensor_parallel_size "
-                f"{self.tensor_parallel_size}: only the backend 'cpu' in one process computes a "
-                "token among drafts to the same bits as alone; remove one of the two settings"
+                f"{self.tensor_parallel_size}: only the backends 'cpu' and 'triton' in one process "
+                "verify drafts; remove one of the two settings"
             )
 
     @property

@@ -1,20 +1,17 @@
 """The draft model of a decode worker: its weights, and the memory of its KV."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import kvops
 from quire.sizes import parse_size
-from services.engine.batch import Row
-from services.engine.device.steps import attention_shape
-from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES, KVPool
 from services.engine.runner import Runner
-from services.engine.speculation.draft_model import DraftModel
+from services.engine.speculation.draft_model import DraftModel, Launch
 from services.engine.speculation.ngram import NgramDrafter
-from services.engine.speculation.speculation import Speculation
+from services.engine.speculation.speculation import Drafter, Speculation
 from services.engine.weights.packed_file import Progress
 from services.model.config.model_config import ModelConfig
 from services.pool.layout import KVDtype, PoolLayout
@@ -24,9 +21,6 @@ from services.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 
 _NUM_WARM_UP_TOKENS = 32
-
-Launch = Callable[[Sequence[Row]], Flight]
-"""Launches rows of the draft model on the worker's device, between two steps of its own."""
 
 log = get_logger(__name__)
 
@@ -54,15 +48,21 @@ class LoadedDraft:
     model: Model
     ops: kvops.Backend
 
-    def drafter(self, launch_on: Callable[[Runner], Launch], max_rows: int) -> DraftModel:
+    def drafter(
+        self, launch_on: Callable[[Runner], Launch], max_rows: int, *, has_graphs: bool
+    ) -> DraftModel:
         """A drafter with KV of its own. `launch_on` gives the worker's device to its runner."""
         layout, num_blocks = self.plan.layout, self.plan.num_blocks
-        kv = KVPool.private(layout, num_blocks, "cpu").kv
+        kv = KVPool.private(layout, num_blocks, str(self.model.device)).kv
         runner = Runner(self.model, kv, layout.block_size, self.ops)
         runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
+        if has_graphs:
+            runner.capture_graphs(max_rows, 0)
         launch = launch_on(runner)
         return DraftModel(
-            lambda rows: launch(rows).result(), num_blocks, layout.block_size, self.plan.context
+            *(lambda rows: launch(rows).result(), num_blocks, layout.block_size),
+            context=self.plan.context,
+            launch=None if runner.computes_at_launch else launch,
         )
 
 
@@ -99,20 +99,15 @@ def load_draft(
     plan: DraftPlan,
     ops: kvops.Backend,
     dtype: KVDtype,
+    device: str,
     cache: Path | None,
     progress: Progress,
 ) -> LoadedDraft:
     """Load the weights, to compute as the target does: in `dtype`, quantized as the settings say
     unless the checkpoint is quantized already. Raises StartupError."""
-    shape = attention_shape(
-        plan.config, settings.block_size, DTYPES[dtype], DTYPES[plan.layout.dtype]
-    )
-    try:
-        ops.check_attention(shape)
-    except ValueError as error:
-        raise StartupError(f"the draft model {plan.directory}: {error}") from error
     model = load_model(
         *(plan.directory, DTYPES[dtype], ops),
+        device=device,
         quantize=None if plan.config.quantization else settings.kind_to_make,
         dequantize=settings.is_dequantized(plan.config),
         cache=cache,
@@ -136,7 +131,9 @@ def speculation(
     config = settings.speculative_config
     if config is None or (settings.drafts_with_model and draft is None):
         return None
+    drafter: Drafter = NgramDrafter(*config.ngram_sizes)
     if draft is not None:
-        drafter = draft.drafter(launch_on, settings.num_seqs)
-        return Speculation(drafter, config.num_speculative_tokens)
-    return Speculation(NgramDrafter(*config.ngram_sizes), config.num_speculative_tokens)
+        has_graphs = settings.is_on_gpu and not settings.enforce_eager
+        drafter = draft.drafter(launch_on, settings.num_decode_rows, has_graphs=has_graphs)
+    most_tokens = settings.num_decode_rows if settings.is_on_gpu else None
+    return Speculation(drafter, config.num_speculative_tokens, most_tokens=most_tokens)

@@ -43,6 +43,10 @@ from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks
 from services.worker.weights_cache import usable_cache
 
+_DRAFT_OVERHEAD_BYTES = 512 << 20
+"""An allowance for what a draft model takes on a GPU beside weights and KV: its graphs, and the
+workspace of its attention. Its activations take the memory of the target's."""
+
 log = get_logger(__name__)
 
 
@@ -98,12 +102,9 @@ class _Load:
 
     def load(self) -> LoadedModel:
         settings, config, place, backend = self.settings, self.config, self.place, self.backend
-        draft, draft_plan = None, plan_draft(settings, config, self.kv_dtype)
+        draft_plan = plan_draft(settings, config, self.kv_dtype)
         with place.weights.interleaved() if place else nullcontext():
             model = self._model()
-            if draft_plan is not None and settings.role == "decode":
-                loading = settings, draft_plan, backend, self.dtype_name, self.cache, self.progress
-                draft = load_draft(*loading)
         kinds = {
             "quantize": settings.computed_kind(config) or "none",
             "kv_dtype": self.kv_dtype,
@@ -124,9 +125,13 @@ class _Load:
         plan = self._plan(draft_plan)
         memory: PoolMemory = FileMemory()
         if (driver := self.device.driver) is not None:
-            plan = replace(plan, pool_bytes=self._pool_bytes_on_gpu(model, layout))
+            plan = replace(plan, pool_bytes=self._pool_bytes_on_gpu(model, layout, draft_plan))
             memory = GpuMemory(driver, ",".join(settings.devices), self.ranks)
         devices = ",".join(dict.fromkeys(settings.devices))
+        draft = None  # loaded last: the plan of a GPU's memory counts it apart
+        if draft_plan is not None and settings.role == "decode":
+            with place.weights.interleaved() if place else nullcontext():
+                draft = self._draft(draft_plan)
         return LoadedModel(
             model,
             layout,
@@ -173,6 +178,23 @@ class _Load:
             shared=self.shared,
         )
 
+    def _draft(self, plan: DraftPlan) -> LoadedDraft:
+        """The draft model. On a GPU it has a backend of its own, which plans its attention."""
+        settings, backend = self.settings, self.backend
+        shape = attention_shape(
+            plan.config, settings.block_size, self.dtype, DTYPES[plan.layout.dtype]
+        )
+        try:
+            if backend.has_sampler:
+                backend = _chosen_backend(settings, shape)
+            backend.check_attention(shape)
+        except (kvops.BackendUnavailable, ValueError) as error:
+            raise StartupError(f"the draft model {plan.directory}: {error}") from error
+        device = str(self.device.torch)
+        return load_draft(
+            settings, plan, backend, self.dtype_name, device, self.cache, self.progress
+        )
+
     def _shared_weights(self) -> SharedWeights | None:
         """The weights of rank 0; None if the weights are in a file of the host."""
         settings, driver = self.settings, self.device.driver
@@ -193,13 +215,18 @@ class _Load:
         num_cpus = self.place.num_cpus if self.place else len(settings.divided_cpus)
         return num_cpus if size == 1 else max(1, num_cpus // (size * settings.num_expected_workers))
 
-    def _pool_bytes_on_gpu(self, model: Model, layout: PoolLayout) -> int:
-        """The memory of all ranks. Each has the same blocks, so the smallest GPU decides."""
+    def _pool_bytes_on_gpu(self, model: Model, layout: PoolLayout, draft: DraftPlan | None) -> int:
+        """The memory of all ranks. Each has the same blocks, so the smallest GPU decides. A draft
+        model counts for all workers, since a prefill worker may take the decode role."""
         settings, device, ranks = self.settings, self.device, self.ranks
         if settings.pool_bytes is not None:
             return settings.pool_bytes
         if device.driver is None or device.torch.type != "cuda":
             raise StartupError(f"set pool_memory: {device.name} has no size of its own")
+        draft_bytes = 0
+        if draft is not None:
+            weight_bytes = self._weight_bytes(draft.directory, draft.config)
+            draft_bytes = weight_bytes + draft.kv_bytes + _DRAFT_OVERHEAD_BYTES
         measure = partial(
             profile,
             CudaMeter(device.torch, device.driver.uuid),
@@ -207,11 +234,12 @@ class _Load:
             lambda kv: new_runner(model, kv, layout.block_size, self.backend, ranks),
             layout,
             num_tokens=settings.num_batched_tokens,
-            num_rows=settings.num_seqs,
+            num_rows=settings.num_decode_rows,
             num_workers=settings.num_expected_workers,
             utilization=settings.gpu_memory_utilization,
             shared=self.shared,
-            graph_rows=0 if settings.enforce_eager else settings.num_seqs,
+            graph_rows=0 if settings.enforce_eager else settings.num_decode_rows,
+            draft_bytes=draft_bytes,
         )
         plan = ranks.measure(layout, measure) if ranks else measure()
         log.info("gpu_memory_planned", device=settings.device, **plan.fields(layout.block_bytes))

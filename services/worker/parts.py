@@ -82,7 +82,7 @@ async def make_parts(
         stack.callback(files.close)
     grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
     grammars.warm_up()
-    runner = await asyncio.to_thread(_warm_runner, loaded, own, settings.enforce_eager)
+    runner = await asyncio.to_thread(_warm_runner, loaded, own, settings)
     forward = _share_cpus(settings, runner, loaded, place, stack)
     launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
     load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
@@ -104,14 +104,14 @@ async def make_parts(
     return KeptParts(parts, works)
 
 
-def _warm_runner(loaded: LoadedModel, own: Membership, enforce_eager: bool) -> Runner:
+def _warm_runner(loaded: LoadedModel, own: Membership, settings: WorkerSettings) -> Runner:
     """Make the runner, compile and touch all that steps need, and on a GPU record the graphs of
     both roles."""
     model, kv, limits = loaded.model, own.pool.kv, loaded.limits
     runner = new_runner(model, kv, loaded.layout.block_size, loaded.ops, loaded.ranks)
     runner.warm_up(_NUM_WARM_UP_TOKENS, limits.max_num_seqs)
-    if model.device.type == "cuda" and not enforce_eager:
-        runner.capture_graphs(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if model.device.type == "cuda" and not settings.enforce_eager:
+        runner.capture_graphs(settings.num_decode_rows, limits.max_num_batched_tokens)
     return runner
 
 

@@ -38,6 +38,7 @@ def test_the_pool_gets_what_the_gpu_has_left() -> None:
         "other": GIB // 2,
         "graphs": 0,
         "shared_weights": 0,
+        "draft": 0,
         "pool": 36 * GIB,
         "num_blocks": 36,
     }
@@ -47,6 +48,13 @@ def test_the_pool_gets_what_is_left_beside_shared_weights() -> None:
     """80 GiB at 0.9, 16 GiB once, two workers with 1.5 + 1 + 0.5 GiB each: 50 GiB are left."""
     plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 0, 3 * GIB // 2, GIB // 2, GIB, 16 * GIB)
     assert plan.pool == 50 * GIB
+
+
+def test_a_draft_model_counts_for_each_worker() -> None:
+    """80 GiB at 0.9, 16 GiB once, two workers with 1.5 + 1 + 0.5 GiB and 3 GiB for the draft model
+    each: 44 GiB are left."""
+    plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 0, 3 * GIB // 2, GIB // 2, GIB, 16 * GIB, 3 * GIB)
+    assert plan.pool == 44 * GIB
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_the_numbers() -> None:

@@ -169,13 +169,36 @@ def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch, text: str, pr
 
 @pytest.mark.parametrize("source", ['"method": "ngram"', '"model": "/small"'])
 @pytest.mark.parametrize(
-    "values", [{"device": "cuda:0"}, {"backend": "reference"}, {"tensor_parallel_size": "2"}]
+    "values",
+    [
+        {"backend": "reference"},
+        {"tensor_parallel_size": "2"},
+        {"device": "cuda:0", "tensor_parallel_size": "2"},
+    ],
 )
-def test_workers_whose_kernels_do_not_promise_equal_bits_refuse(
+def test_workers_that_verify_no_drafts_refuse(
     monkeypatch: pytest.MonkeyPatch, source: str, values: dict[str, str]
 ) -> None:
     """Before they load a model and join a pool."""
     text = f'{{{source}, "num_speculative_tokens": 6}}'
     refused = settings(monkeypatch, speculative_config=text, **values)
-    with pytest.raises(StartupError, match="only the backend 'cpu' in one process"):
+    with pytest.raises(StartupError, match="only the backends 'cpu' and 'triton' in one"):
         refused.check()
+
+
+@pytest.mark.parametrize(
+    ("values", "number"),
+    [
+        ({}, 256),  # at most as many as a step has sequences by default
+        ({"max_num_seqs": "8"}, 56),  # each with 6 drafts
+        ({"max_num_seqs": "300"}, 300),
+        ({"max_num_seqs": "8", "max_num_batched_tokens": "20"}, 20),
+    ],
+)
+def test_a_gpu_has_rows_for_drafts(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], number: int
+) -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 6}'
+    found = settings(monkeypatch, speculative_config=text, device="cuda:0", **values)
+    found.check_speculation()
+    assert found.num_decode_rows == number

@@ -1,6 +1,7 @@
 """Divides a GPU's memory between the workers' weights and activations and the pool.
 
-    total x utilization = shared weights + num_workers x (weights + activations + graphs + other)
+    total x utilization = shared weights
+                          + num_workers x (weights + activations + graphs + draft + other)
                           + pool
 
 `utilization` is vLLM's gpu_memory_utilization: the share of the GPU that this deployment may use,
@@ -43,11 +44,13 @@ class GpuMemoryPlan:
     other: int
     graphs: int = 0
     shared_weights: int = 0
+    draft: int = 0
+    """The weights and KV of a draft model, with its graphs and attention."""
 
     @property
     def pool(self) -> int:
         """Raises StartupError if nothing is left for the pool."""
-        each = self.weights + self.activations + self.graphs + self.other
+        each = self.weights + self.activations + self.graphs + self.other + self.draft
         taken = self.shared_weights + self.num_workers * each
         pool = int(self.total * self.utilization) - taken
         if pool <= 0:
@@ -56,7 +59,8 @@ class GpuMemoryPlan:
                 f"the pool: {self.num_workers} workers take {format_size(taken)}, together "
                 f"{format_size(self.shared_weights)} for shared weights, and each "
                 f"{format_size(self.weights)} for weights, {format_size(self.activations)} for "
-                f"activations, {format_size(self.graphs)} for CUDA graphs and "
+                f"activations, {format_size(self.graphs)} for CUDA graphs, "
+                f"{format_size(self.draft)} for a draft model and "
                 f"{format_size(self.other)} for its CUDA context and kernels; "
                 "raise gpu_memory_utilization, or lower max_num_batched_tokens or the number of "
                 "workers"
@@ -169,7 +173,11 @@ class Measurement:
         self._graphs = max(0, self._meter.used() - before)
 
     def plan(
-        self, num_workers: int, utilization: float, shared: "SharedWeights | None"
+        self,
+        num_workers: int,
+        utilization: float,
+        shared: "SharedWeights | None",
+        draft_bytes: int = 0,
     ) -> GpuMemoryPlan:
         activations, other = self._steps or self._measured_steps()
         return GpuMemoryPlan(
@@ -177,6 +185,7 @@ class Measurement:
             other=max(0, other - (shared.counted if shared else 0)),
             graphs=self._graphs,
             shared_weights=shared.num_bytes if shared else 0,
+            draft=draft_bytes,
         )
 
     def _measured_steps(self) -> tuple[int, int]:
@@ -197,6 +206,7 @@ def profile(
     shared: "SharedWeights | None" = None,
     graph_rows: int = 0,
     new_graph: Callable[[], Graph] | None = None,
+    draft_bytes: int = 0,
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
     sequences, and by recording the graphs of steps, for decode steps of up to `graph_rows` rows (0
@@ -208,4 +218,4 @@ def profile(
     if graph_rows:
         with measured.graphs():
             runner.capture_graphs(graph_rows, num_tokens, new_graph)
-    return measured.plan(num_workers, utilization, shared)
+    return measured.plan(num_workers, utilization, shared, draft_bytes)

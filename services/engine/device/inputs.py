@@ -33,6 +33,19 @@ def block_pairs(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tenso
     return places.to(device, non_blocking=True)
 
 
+def one_token_rows(arrays: Mapping[str, Indices]) -> dict[str, Indices]:
+    """The arrays of a step with a row for each token. A step stores the KV of all its tokens before
+    attention reads them, so each token sees the tokens before it, in the bits of a decode step."""
+    begins = arrays["cu_query_lens"]
+    row_of_token = np.repeat(np.arange(len(begins) - 1), np.diff(begins))
+    return {
+        **arrays,
+        "block_tables": arrays["block_tables"][row_of_token],
+        "cu_query_lens": np.arange(len(row_of_token) + 1, dtype=np.int32),
+        "context_lens": (arrays["positions"] + 1).astype(np.int32),
+    }
+
+
 @dataclass(slots=True)
 class _HostBuffer:
     """Bytes on the host. They may change again once `copied` has passed."""

@@ -192,15 +192,15 @@ class Sequence:
 
     @property
     def num_draftable(self) -> int:
-        """How many drafts may follow its last token, which is known and to be computed next: for
-        all of them there are slots, and a token more. At most 0 for beams, which need one draw's
-        logprobs a step."""
-        if self.rules.sampling.beam is not None or self.num_launched != len(self.tokens) - 1:
+        """How many drafts may follow its last token, or the token that a step in flight draws for
+        it: for all of them there are slots, and a token more. At most 0 for beams, which need one
+        draw's logprobs a step."""
+        if self.rules.sampling.beam is not None or self.num_launched < len(self.tokens) - 1:
             return 0
         if len(self.branches) > 1 or self.branches[0].own:
             return 0
         slots = len(self.block_table) * self.rules.block_size
-        return min(slots, self.rules.max_len - 1) - len(self.tokens)
+        return min(slots, self.rules.max_len - 1) - self.num_launched - 1
 
     @property
     def next_block(self) -> int | None:

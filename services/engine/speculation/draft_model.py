@@ -5,14 +5,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary, finalize
 
-from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
+from services.engine.batch import UNKNOWN_TOKEN, Draw, Fault, Row, RowOutput, RowResult
+from services.engine.forward import Flight
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.average import Average
 
 Compute = Callable[[Seq[Row]], Seq[RowResult]]
 """Computes rows with the draft model, and stores their KV in its blocks."""
 
-CHUNK = 64
+Launch = Callable[[Seq[Row]], Flight]
+"""Launches rows of the draft model, on the worker's device."""
+
+CHUNK, CHUNK_ON_DEVICE = 64, 512
 """The most tokens that catch up in a step."""
 
 _AT_MOST_BEHIND = 2
@@ -75,12 +79,29 @@ class DraftModel:
     Each draft is drawn by the draft model as the target will draw the token in its place: with the
     same random numbers, penalties and grammar. One forward pass proposes a draft of all rows.
 
+    On a device that computes beside the engine, all passes of a step are launched before the host
+    knows a draft, since each row takes the draft of the pass before on the device:
+
+        host     | launch 1 | launch 2 | launch 3 | wait |           3 drafts
+        device              |  pass 1  |  pass 2  |  pass 3  |
+
+    Penalties and grammars depend on the tokens before, so these drafts are drawn without them.
+
     A sequence keeps its blocks until it ends or moves: when the last reference to it is gone. If
     there are none left, the sequence gives up its blocks that was asked for least recently.
     """
 
-    def __init__(self, compute: Compute, num_blocks: int, block_size: int, context: int) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        num_blocks: int,
+        block_size: int,
+        context: int,
+        launch: Launch | None = None,
+    ) -> None:
+        """`launch` is of a device that computes beside the engine."""
         self._compute = compute
+        self._launch = launch
         self._block_size = block_size
         self._context = context
         self._free = list(range(num_blocks))
@@ -107,9 +128,10 @@ class DraftModel:
         return _powers(cache.chance.value, most)
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
-        """Compute at most `CHUNK` tokens of sequences that are behind. Those still behind get no
+        """Compute at most a chunk of tokens of sequences that are behind. Those still behind get no
         drafts, nor do those without blocks, or at the end of the context."""
-        left, rows = CHUNK * may_catch_up, list[Row]()
+        chunk = CHUNK_ON_DEVICE if self._launch else CHUNK
+        left, rows = chunk * may_catch_up, list[Row]()
         numbers, kept = [], {sequence for sequence, _ in asked}
         for sequence, most in asked:
             cache, tokens = self._cache(sequence), sequence.tokens
@@ -127,14 +149,40 @@ class DraftModel:
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         drafts: list[list[int]] = [[] for _ in asked]
         going = list(range(len(asked)))
+        passes = self._launched_ahead(self._launch, asked) if self._launch else []
         while going:
-            rows = [self._row(asked[i][0], tuple(drafts[i])) for i in going]
-            results = zip(going, self._compute(rows), strict=True)
-            going = [i for i, result in results if _goes_on(drafts[i], result, *asked[i])]
+            if self._launch:
+                results = passes[len(drafts[going[0]])]
+            else:
+                computed = self._compute([self._row(asked[i][0], tuple(drafts[i])) for i in going])
+                results = dict(zip(going, computed, strict=True))
+            going = [i for i in going if _goes_on(drafts[i], results[i], *asked[i])]
         for (sequence, _), drafted in zip(asked, drafts, strict=True):
             cache = self._caches[sequence]
             cache.num_computed, cache.drafted = len(sequence.tokens), tuple(drafted)
         return [tuple(drafted) for drafted in drafts]
+
+    def _launched_ahead(
+        self, launch: Launch, asked: Seq[tuple[Sequence, int]]
+    ) -> list[dict[int, RowResult]]:
+        """The results of all passes, each by the index in `asked`."""
+        flights, places = list[tuple[Seq[int], Flight]](), dict[int, int]()
+        for number in range(max(most for _, most in asked)):
+            going = [i for i, (_, most) in enumerate(asked) if most > number]
+            rows = [self._row_ahead(asked[i][0], number, places.get(i)) for i in going]
+            flights.append((going, launch(rows)))
+            places = {i: place for place, i in enumerate(going)}
+        return [dict(zip(going, flight.result(), strict=True)) for going, flight in flights]
+
+    def _row_ahead(self, sequence: Sequence, number: int, drawn_by: int | None) -> Row:
+        """The row of pass `number`: from pass 1 on it takes the draft that row `drawn_by` of the
+        pass before draws."""
+        cache, tokens = self._caches[sequence], sequence.tokens
+        draws = (_plain(Draw(sequence.rules.sampling, sequence.index)),)
+        if drawn_by is None:
+            return Row(tokens[cache.num_computed :], cache.num_computed, cache.blocks, draws=draws)
+        start = len(tokens) + number - 1
+        return Row((UNKNOWN_TOKEN,), start, cache.blocks, draws=draws, drawn_by=drawn_by)
 
     def _row(self, sequence: Sequence, drafts: tuple[int, ...]) -> Row:
         """The row that draws the token behind `drafts`."""

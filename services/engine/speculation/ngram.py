@@ -60,7 +60,9 @@ class NgramDrafter:
         if match is None:
             match = self._matches[sequence] = _Match(*self._sizes, self._chances)
         match.update(sequence.tokens)
-        return match.chances.ahead(match.length, most) if match.length else []
+        unknown = sequence.num_launched + 1 - len(sequence.tokens)  # a token that is being drawn
+        chances = match.chances.ahead(match.length, most + unknown) if match.length else []
+        return chances[unknown:]
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         return [number for _, number in asked]

@@ -30,11 +30,14 @@ _MOST_LOSS, _LOSS_WINDOW = 0.01, 256
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The cost of a step's drafts before its launch."""
+    """The cost of a step's drafts until its launch."""
 
     preparing_s: float = 0.0
     """The time to catch up with tokens of earlier steps."""
     proposing_s: float = 0.0
+    launching_s: float = 0.0
+    """The time, with the others, in which a device waited for the launch that computes beside the
+    engine: a step without drafts that runs ahead of the step before does not wait."""
 
 
 @dataclass(slots=True)
@@ -110,9 +113,10 @@ class Payoff:
     ) -> None:
         """Note the duration of a step of decoding rows, and the time that its drafts took."""
         step = self._costs[num_rows]
-        step.observe(num_drafts, duration_s - spent.preparing_s)
+        spent_s = max(spent.launching_s, spent.preparing_s + spent.proposing_s)
+        step.observe(num_drafts, duration_s - (spent.preparing_s if num_drafts else spent_s))
         saved = num_accepted / num_rows + bool(num_drafts)
-        paid_s = duration_s if num_drafts else spent.preparing_s + spent.proposing_s
+        paid_s = duration_s if num_drafts else spent_s
         self._saved.add(saved - paid_s / max(step.plain_s.value, 1e-9))
 
 

@@ -48,20 +48,46 @@ class DraftNumbers(Protocol):
 
 
 class Speculation:
-    """The speculation of one engine: at most `num_tokens` drafts a row and step."""
+    """The speculation of one engine: at most `num_tokens` drafts a row and step, and `most_tokens`
+    tokens of a step with drafts, as far as the step's own limit allows them.
+
+    On a device that computes beside the engine a step with drafts is launched when nothing is in
+    flight: the host has to know the tokens before the drafts, and how many drafts were accepted.
+
+        drafts      | step, 3 drafts |  host  | step, 2 drafts |  host  |     2 + 1 tokens, 2 + 1
+        no drafts   |  step  |  step  |  step  |  step  |                     1 token each
+    """
 
     def __init__(
-        self, drafter: Drafter, num_tokens: int, numbers: DraftNumbers | None = None
+        self,
+        drafter: Drafter,
+        num_tokens: int,
+        numbers: DraftNumbers | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         self.num_tokens = num_tokens
+        self._most_tokens = most_tokens
         self._drafter = drafter
         self._numbers = Payoff() if numbers is None else numbers
+
+    def needs_tokens(self, batch: Seq[ScheduledSequence]) -> bool:
+        """Whether the next step waits for the tokens of `batch`, the last step in flight: it has
+        drafts, or drafts would pay behind its tokens."""
+        if any(one.drafts for one in batch):
+            return True
+        next_rows = [
+            one._replace(num_tokens=max(1, one.sequence.num_unlaunched))
+            for one in batch
+            if one.sequence in one.group.sequences
+        ]
+        return bool(next_rows and self._chosen(next_rows))
 
     def with_drafts(
         self, batch: list[ScheduledSequence], budget: int
     ) -> tuple[list[ScheduledSequence], Drafting]:
         """The batch with drafts for the rows for which they pay, if all rows decode, and what it
         cost to get them. `budget` is the number of tokens that a step may compute."""
+        budget = min(budget, self._most_tokens or budget)
         chosen = self._chosen(batch) if len(batch) < budget else []
         if not chosen:
             return batch, Drafting()
