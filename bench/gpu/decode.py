@@ -13,7 +13,7 @@ import torch
 import kvops
 import kvops.cuda
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
-from bench.gpu.model import BLOCK_SIZE, DRAWS, Steps, make_config, prompts
+from bench.gpu.model import BLOCK_SIZE, DRAWS, Steps, make_config, near, prompts
 from kvops import AttentionShape
 from services.engine.batch import Row
 from services.engine.device.gpu_memory import CudaMeter
@@ -31,6 +31,7 @@ NUM_STEPS = 50
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield "graphs give the tokens of eager steps", lambda: _tokens(machine)
+    yield "logits from graphs are near those of eager steps", lambda: _logits(machine)
     yield "the step that is measured for the memory plan", lambda: _largest_step(machine)
     yield "graphs take the memory that is planned for them", lambda: _graph_memory(machine)
     for rows, context in LIMITS_MS:
@@ -61,6 +62,18 @@ def _tokens(machine: Machine) -> Passed:
     if differing:
         raise Failed(f"{differing} of {len(found[0])} sequences differ")
     return Passed(f"{len(found[0])} sequences of {num_tokens} tokens")
+
+
+def _logits(machine: Machine) -> Passed:
+    """All prompts in one graph of chunks, then their last tokens in one of a decode step, with the
+    attention that a worker would choose."""
+    config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384)
+    config = replace(config, max_position_embeddings=machine.pick(4096, 64))
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    name = attention_of(AttentionShape(*heads, BLOCK_SIZE, machine.half, machine.half))
+    steps, texts = Steps(config, machine.half, name, machine.device), prompts(machine)
+    eager, graphed = (steps.logits(texts, rows) for rows in (0, 6))
+    return near(graphed, eager, f"attention by {name}")
 
 
 def _largest_step(machine: Machine) -> Passed:

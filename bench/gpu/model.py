@@ -107,10 +107,12 @@ class Steps:
                 ids.append(_token(result))
         return sequences
 
-    def logits(self, prompts: list[list[int]]) -> Tensor:
+    def logits(self, prompts: list[list[int]], graph_rows: int = 0) -> Tensor:
         """The logits of each prompt's last token: all prompts but for their last tokens are
-        computed in one batch, then the last tokens."""
+        computed in one batch, then the last tokens. With `graph_rows`, as graphs."""
         self.begin(len(prompts), max(map(len, prompts)))
+        if graph_rows:
+            self.capture(graph_rows, sum(map(len, prompts)))
         heads = [self.row(i, prompt[:-1], 0) for i, prompt in enumerate(prompts)]
         tails = [self.row(i, prompt[-1:], len(prompt) - 1) for i, prompt in enumerate(prompts)]
         return torch.cat([self.runner.logits(rows).cpu().float() for rows in (heads, tails)])
@@ -219,10 +221,15 @@ def _tokens(machine: Machine, window: int | None) -> Passed:
 def _logits(machine: Machine, window: int | None) -> Passed:
     here, there = _both(machine, window, machine.half)
     wanted, found = (steps.logits(prompts(machine)) for steps in (here, there))
+    return near(found, wanted, str(machine.half))
+
+
+def near(found: Tensor, wanted: Tensor, what: str) -> Passed:
+    """Raises Failed unless the logits are about the same."""
     error = float((found - wanted).square().mean().sqrt() / wanted.std())
     if not error < BF16_ERROR:
-        raise Failed(f"off by {error:.1%} of their spread; allowed are {BF16_ERROR:.0%}")
-    return Passed(f"{machine.half}, off by {error:.1%} of their spread", {"error": error})
+        raise Failed(f"{what}: off by {error:.1%} of their spread; allowed are {BF16_ERROR:.0%}")
+    return Passed(f"{what}, off by {error:.1%} of their spread", {"error": error})
 
 
 def _token(result: object) -> int:

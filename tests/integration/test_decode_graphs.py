@@ -123,7 +123,9 @@ def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Ba
     assert generate(graphed, PROMPTS, [GREEDY] * 6) == wanted
     kernels: Any = planned._kernels
     wrappers = kernels._wrappers
-    assert {rows for kind, _, rows in wrappers if kind.startswith("graph")} == set(ladder(MAX_ROWS))
+    assert {rows for kind, _, rows, *_ in wrappers if kind.startswith("graph")} == set(
+        ladder(MAX_ROWS)
+    )
     assert all(
         wrapper.backend == "fa2" for (kind, *_), wrapper in wrappers.items() if kind != "prefill"
     )

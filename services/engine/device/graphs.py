@@ -106,21 +106,21 @@ class GraphShape:
 _MAX_CHUNK_TOKENS = 512
 """Larger steps take longer on the device than their launches take on the host."""
 
-_MAX_CHUNK_ROWS = 16
-"""Few: attention has programs for the tiles that as many rows could begin, and FlashInfer memory
-for their partial results."""
+_CHUNK_ROWS = (16, 64)
+"""The rows of graphs of chunks. Fewer are faster: attention has programs for the tiles that as many
+rows could begin, and FlashInfer smaller tiles and more memory for partial results."""
 
 
 def graph_shapes(max_rows: int, max_tokens: int) -> list[GraphShape]:
     """The shapes that have graphs, the smallest first, for decode steps of up to `max_rows` rows
     and steps of up to `max_tokens` tokens. Chunks have powers of two, so that padding at most
-    doubles a step."""
+    doubles a step; a step of two tokens is a decode step."""
     shapes = [GraphShape(size, size, 1) for size in ladder(max_rows)]
-    size = 2
+    size = 4
     while size < 2 * max_tokens and size <= _MAX_CHUNK_TOKENS:
-        shapes.append(GraphShape(size, min(size, _MAX_CHUNK_ROWS), size))
+        shapes += [GraphShape(size, rows, size) for rows in {min(size, n) for n in _CHUNK_ROWS}]
         size *= 2
-    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.query_len))
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.query_len, shape.num_rows))
 
 
 class StepGraphs:
@@ -192,6 +192,7 @@ class StepGraphs:
             block_tables=self._tables[:rows],
             cu_query_lens=torch.from_numpy(begins).to(self._tables.device),
             max_query_len=shape.query_len,
+            adapters=(),
         )
 
 
