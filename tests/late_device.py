@@ -18,11 +18,13 @@ class LateForward:
     """Records a step at its launch; the forward pass behind it computes the step in `result`.
 
     As on a GPU, a step is fixed at its launch: block tables and adjustments are copied then.
-    `flights`: the steps for which no caller has waited yet.
+    `flights`: the steps for which no caller has waited yet; the engine launches at most one while
+    another is in flight.
     """
 
-    def __init__(self, forward: ForwardPass) -> None:
+    def __init__(self, forward: ForwardPass, most_flights: int = 2) -> None:
         self._forward = forward
+        self._most_flights = most_flights
         self._last: LateFlight | None = None
         self.flights: deque[LateFlight] = deque()
         self.num_ahead = 0
@@ -32,7 +34,7 @@ class LateForward:
     def launch(
         self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
     ) -> "LateFlight":
-        assert len(self.flights) < 2, "one step may be in flight while the next is launched"
+        assert len(self.flights) < self._most_flights, "too many steps are in flight"
         self.num_ahead += sum(row.drawn_by is not None for row in rows)
         if any(row.draw_behind is not None for row in rows):
             assert self._last is not None

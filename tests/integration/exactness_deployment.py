@@ -289,7 +289,8 @@ class ExactnessDeployment:
             return None
         if not self.setting.has_draft_model:
             return oracle(self._next_known, 2, 2)
-        draft = draft_model(model, ops, arena, self.setting.block_size)
+        is_late = self.setting.device is LateForward
+        draft = draft_model(model, ops, arena, self.setting.block_size, is_late=is_late)
         self.draft_models[name] = draft
         return Speculation(SometimesWrong(draft, 2), 2, AsMany())
 

@@ -22,6 +22,7 @@ from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.speculation.draft_model import DraftModel
 from services.gateway.workers.models import catalog
 from tests.exactness import SEED
+from tests.late_device import LateForward
 
 LIMIT_S = 30.0
 NUM_DRAFT_BLOCKS = 1200
@@ -56,15 +57,19 @@ class Models:
         return load_model(self.directory, torch.bfloat16, ops), ops
 
 
-def draft_model(model: Model, ops: Any, arena: torch.Tensor, block_size: int) -> DraftModel:
-    """The model as its own draft model, with KV in blocks like those of `arena`."""
+def draft_model(
+    model: Model, ops: Any, arena: torch.Tensor, block_size: int, *, is_late: bool
+) -> DraftModel:
+    """The model as its own draft model, with KV in blocks like those of `arena`. `is_late`: it
+    launches all passes of a step before it has a draft."""
     private = torch.full((NUM_DRAFT_BLOCKS, *arena.shape[1:]), float("nan"), dtype=arena.dtype)
     runner = Runner(model, private, block_size, ops)
 
     def compute(rows: Sequence[Row]) -> Sequence[RowResult]:
         return runner.launch(rows).result()
 
-    return DraftModel(compute, NUM_DRAFT_BLOCKS, block_size, context=512)
+    launch = LateForward(runner, most_flights=64).launch if is_late else None
+    return DraftModel(compute, NUM_DRAFT_BLOCKS, block_size, context=512, launch=launch)
 
 
 def _drawn_after_wrong_draft(

@@ -3,13 +3,16 @@ tokens from the KV that it finds in the blocks. Blocks of 4."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.engine.batch import Draw, Fault, Row, RowResult
+from services.engine.forward import CompleteFlight
 from services.engine.sequences.sequence import Branch, Rules, Sequence
 from services.engine.speculation.draft_model import CHUNK, DraftModel
+from tests.late_device import LateForward
 
 from .fakes import SAMPLED, next_token, ticket
 
@@ -46,9 +49,18 @@ class Computing:
 
 
 class Drafts:
-    def __init__(self, num_blocks: int = 400, context: int = CONTEXT) -> None:
+    """`is_late`: no draft is known before the last pass is launched."""
+
+    def __init__(
+        self, num_blocks: int = 400, context: int = CONTEXT, *, is_late: bool = False
+    ) -> None:
         self.computing = Computing()
-        self.model = DraftModel(self.computing, num_blocks, SIZE, context)
+        forward: Any = SimpleNamespace(
+            launch=lambda rows, *_: CompleteFlight(self.computing(rows)), on_idle=None
+        )
+        self.device = LateForward(forward, most_flights=99)
+        launch = self.device.launch if is_late else None
+        self.model = DraftModel(self.computing, num_blocks, SIZE, context, launch)
 
     def ask(
         self, *sequences: Sequence, most: int = 4, may_catch_up: bool = True
@@ -249,6 +261,43 @@ def test_nothing_is_proposed_behind_the_end_of_a_text() -> None:
     one = sequence(10)
     one = sequence(10, stop_token_ids=(right(one)[1],))
     assert Drafts().ask(one) == [right(one)[:2]]
+
+
+def test_passes_on_a_device_take_their_tokens_there() -> None:
+    """Rows end after different numbers of drafts, or at the end of a text; after a fault the device
+    goes on with any token. Some drafts are accepted, and their KV counts."""
+    drafts = Drafts(is_late=True)
+    rows = [sequence(400, first=n, index=n) for n in range(3)]
+    rows.append(sequence(10, stop_token_ids=(right(sequence(10))[1],)))
+    assert [len(found) for found in drafts.ask(*rows)] == [4, 0, 0, 0]  # 512 tokens of prompts
+    for _ in range(3):
+        drafts.ask(*rows)
+    assert drafts.ask(*rows)[3] == right(rows[3])[:2]
+    rows.pop()
+    broken = sequence(12, first=5)
+    drafts.computing.broken = right(broken)[1]
+    for step in range(6):
+        asked = [*zip(rows, (4, 2, 3), strict=True), (broken, 4)]
+        for each in asked:
+            drafts.model.chances(*each)
+        assert drafts.model.prepare(asked, may_catch_up=True) == [4, 2, 3, 4]
+        before = drafts.device.num_ahead
+        wanted = [right(one, most) for one, most in asked]
+        assert drafts.model.propose(asked) == [*wanted[:3], wanted[3][:2]]
+        assert drafts.device.num_ahead - before == 3 + 1 + 2 + 3
+        lens = [len(row.token_ids) for row in drafts.computing.steps[-4]]
+        if step:
+            assert lens == [2, 1, 1, 1]  # of the first one all drafts were accepted
+        for one, found, accepted in zip(rows, wanted, (4, 1, 0), strict=False):
+            one.tokens += [*found[:accepted], 70 + step]
+
+
+def test_drafts_on_a_device_are_drawn_without_what_depends_on_tokens_there() -> None:
+    drafts, one = Drafts(is_late=True), sequence(10, index=3, repetition_penalty=1.5, logprobs=2)
+    drafts.ask(one)
+    draws = [row.draws[0] for rows in drafts.computing.steps[1:] for row in rows]
+    plain = replace(one.rules.sampling, logprobs=None)
+    assert draws == [Draw(plain, 3)] * 4
 
 
 def test_a_draft_is_drawn_as_the_target_draws() -> None:
