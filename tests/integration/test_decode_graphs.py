@@ -112,6 +112,40 @@ def test_rows_that_only_store_have_no_state(checkpoint: Path) -> None:
     assert wanted.shape[0] == 2
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_tokens_among_drafts_are_rows_of_a_graph(
+    checkpoint: Path, planned: Backend, is_planned: bool
+) -> None:
+    """2 rows with 3 and 1 drafts are a step of 6 rows. At each place up to the first wrong draft
+    they draw what steps of one token draw. Two tokens without drafts are rows of a graph too."""
+    dtype = torch.bfloat16 if is_planned else torch.float32
+    backend = planned if is_planned else Backend(LaunchedKernels())
+    alone = DeviceRunner(checkpoint, dtype, backend)
+    found = generate(alone, PROMPTS, [GREEDY] * 6)
+    graphed = DeviceRunner(checkpoint, dtype, backend).with_graphs()
+    for i, prompt in enumerate(PROMPTS[:2]):
+        graphed.launch([Row(prompt, 0, table(i))])
+    before = [graph.num_replays for graph in graphed.graphs]
+    for wrong in (False, True):
+        drafts = [[*found[0][1:3], found[0][3] - wrong], [found[1][1] - wrong]]
+        rows = [
+            Row(
+                *([found[i][0], *drafts[i]], len(prompt), table(i), 0),
+                draws=(GREEDY,) * (1 + len(drafts[i])),
+                num_drafts=len(drafts[i]),
+            )
+            for i, prompt in enumerate(PROMPTS[:2])
+        ]
+        first, second = graphed.launch(rows).result()
+        right = (3, 1) if wrong else (4, 2)
+        assert list(first)[: right[0]] == found[0][1:][: right[0]]
+        assert list(second)[: right[1]] == found[1][1:][: right[1]]
+    row = Row(found[0][2:4], len(PROMPTS[0]) + 2, table(0), 0, (GREEDY,))
+    assert graphed.launch([row]).result() == [(found[0][4],)]
+    replays = [graph.num_replays - n for graph, n in zip(graphed.graphs, before, strict=True)]
+    assert replays == [2, 0, 0, 1, 0]
+
+
 def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Backend) -> None:
     """FlashInfer plans each step on the host; its wrapper for a graph keeps its buffers."""
     wanted = generate(
