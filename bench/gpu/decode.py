@@ -26,12 +26,17 @@ LIMITS_MS = {(1, 1000): 6.5, (64, 1000): 10.5}
 PREFILL_LIMIT_MS = 5.5
 """Milliseconds from the launch of 64 tokens behind 1,000 cached ones to the first token."""
 MAX_IDLE = 0.08
+NUM_DRAFTS = 4
+MOST_WITH_DRAFTS, MOST_WAITING = 1.15, 1.4
+"""A step of one row with drafts, as a multiple of one without that runs ahead: in a run of them,
+and if the host waits for each, as the engine does."""
 NUM_STEPS = 50
 
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield "graphs give the tokens of eager steps", lambda: _tokens(machine)
     yield "logits from graphs are near those of eager steps", lambda: _logits(machine)
+    yield "tokens among drafts are those of steps without", lambda: _drafts(machine)
     yield "the step that is measured for the memory plan", lambda: _largest_step(machine)
     yield "graphs take the memory that is planned for them", lambda: _graph_memory(machine)
     for rows, context in LIMITS_MS:
@@ -40,6 +45,7 @@ def checks(machine: Machine) -> Iterator[Check]:
             partial(_step, machine, rows, context),
         )
     yield "a prefill of 64 tokens of Qwen3-8B's shape, 1,000 cached", lambda: _prefill(machine)
+    yield f"{NUM_DRAFTS} drafts in a step of Qwen3-8B's shape", lambda: _time_of_drafts(machine)
 
 
 def attention_of(shape: AttentionShape) -> str:
@@ -74,6 +80,31 @@ def _logits(machine: Machine) -> Passed:
     steps, texts = Steps(config, machine.half, name, machine.device), prompts(machine)
     eager, graphed = (steps.logits(texts, rows) for rows in (0, 6))
     return near(graphed, eager, f"attention by {name}")
+
+
+def _drafts(machine: Machine) -> Passed:
+    """The rows of one step have drafts, the last of which is wrong. Each draws, up to there, the
+    tokens that it draws one by one, greedy and at a temperature. In fp32, as above."""
+    config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384)
+    steps = Steps(config, torch.float32, "triton", machine.device)
+    texts, num_drafts = prompts(machine), machine.pick(6, 2)
+    known = steps.generate(texts, num_drafts + 1, 1000)
+    steps.begin(len(texts), max(map(len, texts)) + num_drafts + 1)
+    steps.capture(len(texts) * (num_drafts + 1), 0)
+    rows = []
+    for number, text in enumerate(texts):
+        steps.runner.launch([steps.row(number, text, 0)]).result()
+        new = known[number][len(text) :]
+        row = steps.row(number, [*new[:-2], (new[-2] + 1) % 384, 0], len(text))
+        rows.append(replace(row, draws=row.draws * (num_drafts + 1), num_drafts=num_drafts))
+    found = steps.runner.launch(rows).result()
+    wrong = 0
+    for text, tokens, result in zip(texts, known, found, strict=True):
+        assert isinstance(result, tuple)
+        wrong += list(result[: num_drafts - 1]) != tokens[len(text) + 1 : -1]
+    if wrong:
+        raise Failed(f"{wrong} of {len(texts)} sequences draw other tokens")
+    return Passed(f"{len(texts)} sequences with {num_drafts} drafts")
 
 
 def _largest_step(machine: Machine) -> Passed:
@@ -198,6 +229,43 @@ def _prefill(machine: Machine) -> Passed:
     if torch.cuda.get_device_capability() == (9, 0) and seconds * 1e3 > PREFILL_LIMIT_MS:
         raise Failed(f"{text}; wanted {PREFILL_LIMIT_MS} ms")
     return Passed(text, {"seconds": seconds, "attention": name})
+
+
+def _time_of_drafts(machine: Machine) -> Passed:
+    """One row at 1,000 positions: without drafts, with drafts in a run of steps, and with drafts
+    where the host waits for each step before it launches the next one."""
+    _needs_gpu(machine)
+    steps, _ = _qwen3_8b(machine)
+    steps.begin(1, 1001 + NUM_DRAFTS, content=0.0)
+    steps.capture(1 + NUM_DRAFTS, 0)
+    plain = steps.row(0, [0], 1000)
+    drafts = replace(
+        steps.row(0, [0] * (1 + NUM_DRAFTS), 1000),
+        draws=DRAWS[:1] * (1 + NUM_DRAFTS),
+        num_drafts=NUM_DRAFTS,
+    )
+
+    def seconds(row: Row, *, waits: bool) -> float:
+        for num_steps in (3, NUM_STEPS):
+            flight, began = steps.runner.launch([row]), time.perf_counter()
+            for _ in range(num_steps):
+                if waits:
+                    flight.result()
+                launched = steps.runner.launch([row])
+                flight.result()
+                flight = launched
+            flight.result()
+        return (time.perf_counter() - began) / NUM_STEPS
+
+    base = seconds(plain, waits=False)
+    ahead, waiting = (seconds(drafts, waits=waits) / base for waits in (False, True))
+    text = (
+        f"{base * 1e3:.2f} ms a step; with drafts x {ahead:.2f}, if the host waits x {waiting:.2f}"
+    )
+    figures: dict[str, float | str] = {"seconds": base, "drafts": ahead, "waiting": waiting}
+    if ahead > MOST_WITH_DRAFTS or waiting > MOST_WAITING:
+        raise Failed(f"{text}; wanted {MOST_WITH_DRAFTS} and {MOST_WAITING}")
+    return Passed(text, figures)
 
 
 def _idle(events: Any) -> float:

@@ -27,10 +27,11 @@ from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
 from services.engine.sequences.sequence import Sequence as EngineSequence
+from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.speculation import Speculation
 from services.model.structured.mask import GrammarFault, Mask
 from services.protocol.ticket import Ticket
-from tests.drafting import oracle
+from tests.drafting import AsMany, oracle
 from tests.draws import batch_of, filtered_weights, sample
 
 from .draw_cases import ADJUSTMENTS, PLAIN, cases, wanted
@@ -320,3 +321,22 @@ def test_draws_behind_drafts_are_right_where_the_logits_are() -> None:
     found, num_ahead = engine_tokens(runs_ahead=True, speculation=oracle(next_token))
     assert found == expected
     assert num_ahead == 0
+
+
+class Counting(AsMany):
+    num_accepted = 0
+
+    def measured(self, num_rows: int, num_drafts: int, num_accepted: int, *times: Any) -> None:
+        self.num_accepted += num_accepted
+
+
+def test_a_draft_model_on_a_device_changes_no_token() -> None:
+    """It is the target itself, and draws as the target does. So only penalties and grammars, which
+    the host knows, make drafts wrong."""
+    expected, _ = engine_tokens(runs_ahead=False)
+    draft, numbers = LateRunner(90), Counting()
+    model = DraftModel(lambda rows: draft.launch(rows).result(), 8, 64, 64, draft.launch)
+    found, _ = engine_tokens(runs_ahead=True, speculation=Speculation(model, 3, numbers))
+    assert found == expected
+    assert draft.num_ahead > 15
+    assert numbers.num_accepted > 10

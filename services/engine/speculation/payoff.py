@@ -5,7 +5,6 @@ was proposed. This cost is a moving average of measured steps, for each number o
 that a draft is accepted is a moving average of its drafter.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,15 +13,16 @@ from services.engine.speculation.average import Average
 
 _LEAST_CHANCE = 0.05
 """A draft that is less likely is not tried, even where it costs nothing."""
-_FIRST_COST = 0.05
-"""The cost of a draft that was not measured yet, as a share of a step without drafts."""
+_FIRST_COST, _FIRST_SHARE = 0.05, 0.5
+"""The cost of a draft that was not measured yet, as a share of a step without drafts, and of what a
+row of such a step takes if that is less: so a step of many rows tries drafts too."""
 _WINDOW = 8
 """The number of steps in an average."""
 _NUM_PLAIN, _PLAIN_EVERY = 3, 50
 """The number of steps without drafts before the first draft, and the number of steps with drafts
 before the next step without any."""
 _RETURN, _AGING = 0.002, 0.01
-"""The shares by which each step without drafts moves the cost of a draft towards _FIRST_COST and
+"""The shares by which each step without drafts moves the cost of a draft towards the first one and
 lowers the weight of old measurements, which a busy machine may have spoiled."""
 _MOST_LOSS, _LOSS_WINDOW = 0.01, 256
 """The share of the time that useless drafts may cost, on average over _LOSS_WINDOW steps."""
@@ -44,13 +44,18 @@ class Drafting:
 class _StepCost:
     """The cost of decode steps of one number of rows."""
 
+    first: float
+    """The cost of a draft that was not measured yet."""
     plain_s: Average = field(default_factory=lambda: Average(0.0, _WINDOW, weight=0))
     """The duration of a step without drafts."""
-    draft: Average = field(default_factory=lambda: Average(_FIRST_COST, _WINDOW))
+    draft: Average = field(init=False)
     """The cost of a draft, as a share of `plain_s`."""
     most_drafts: int = 0
     """The most drafts of a step that was measured."""
     num_since_plain: int = 0
+
+    def __post_init__(self) -> None:
+        self.draft = Average(self.first, _WINDOW)
 
     @property
     def is_known(self) -> bool:
@@ -65,18 +70,18 @@ class _StepCost:
             self.num_since_plain += 1
             self.most_drafts = max(self.most_drafts, num_drafts)
             cost = max(0.0, duration_s / plain_s.value - 1) / num_drafts
-            self.draft.add(min(cost, 2 * max(self.draft.value, _FIRST_COST), 1.0))
+            self.draft.add(min(cost, 2 * max(self.draft.value, self.first), 1.0))
             return
         self.num_since_plain = 0
         plain_s.add(max(min(duration_s, 2 * plain_s.value or duration_s), 1e-9))
-        self.draft.approach(_FIRST_COST, _RETURN, _AGING)
+        self.draft.approach(self.first, _RETURN, _AGING)
 
 
 class Payoff:
     """Chooses the numbers of drafts, and learns from the steps' durations."""
 
     def __init__(self) -> None:
-        self._costs: defaultdict[int, _StepCost] = defaultdict(_StepCost)
+        self._costs: dict[int, _StepCost] = {}
         self._saved = Average(0.25, _LOSS_WINDOW, weight=_LOSS_WINDOW)
         """The mean time that drafts save in a step, as a multiple of a step without drafts. The
         first value lets drafts cost the time of about 64 steps before they must pay."""
@@ -90,7 +95,7 @@ class Payoff:
         `chances[i][k]` is the chance that the first k + 1 drafts of row i are accepted. The
         likeliest drafts come first, until the next one would lower the tokens per second. A step
         gets at most twice as many as any before it, since a longer step may take very long."""
-        step, numbers = self._costs[num_rows], [0] * len(chances)
+        step, numbers = self._cost(num_rows), [0] * len(chances)
         if not step.is_known:
             return numbers
         tokens, duration, cost = float(num_rows), 1.0, step.draft.value
@@ -112,12 +117,16 @@ class Payoff:
         spent: Drafting,
     ) -> None:
         """Note the duration of a step of decoding rows, and the time that its drafts took."""
-        step = self._costs[num_rows]
+        step = self._cost(num_rows)
         spent_s = max(spent.launching_s, spent.preparing_s + spent.proposing_s)
         step.observe(num_drafts, duration_s - (spent.preparing_s if num_drafts else spent_s))
         saved = num_accepted / num_rows + bool(num_drafts)
         paid_s = duration_s if num_drafts else spent_s
         self._saved.add(saved - paid_s / max(step.plain_s.value, 1e-9))
+
+    def _cost(self, num_rows: int) -> _StepCost:
+        first = min(_FIRST_COST, _FIRST_SHARE / num_rows)
+        return self._costs.setdefault(num_rows, _StepCost(first))
 
 
 def _likely(chances: Seq[Seq[float]]) -> Iterable[tuple[float, int, int]]:
