@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from services.engine.forward import known
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Drafter, Speculation
@@ -62,7 +63,7 @@ class SometimesWrong:
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         found = zip(asked, self._drafter.propose(asked), strict=True)
-        return [self._changed(sequence, drafts) for (sequence, _), drafts in found]
+        return [self._changed(sequence, known(drafts)) for (sequence, _), drafts in found]
 
     def _changed(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(

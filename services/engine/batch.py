@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
+
+if TYPE_CHECKING:
+    from services.engine.forward import Flight
 
 UNKNOWN_TOKEN = 0
 """Stands in a row for a token that the host does not know yet: see `Row.drawn_by`."""
@@ -88,6 +91,9 @@ class Row:
     num_drafts: int = 0
     """The number of drafts at the end of `token_ids`. `draws` has one draw for each of them, after
     the token before it, and one after the last token."""
+    drafted_by: "tuple[tuple[Flight, int], ...]" = ()
+    """The flights of a draft model on the same device that draw the drafts, with the index of the
+    row in each; `token_ids` has `UNKNOWN_TOKEN` for each. Empty if the drafts are known."""
     adapter: LoadedAdapter | None = None
     """The row's adapter. The rows of a step are grouped by adapter, rows without one first."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from services.engine.batch import Fault, Wait
-from services.engine.forward import Flight, ForwardPass
+from services.engine.forward import Flight, ForwardPass, known
 from services.engine.messages import (
     AbortSequence,
     AddBlocks,
@@ -206,7 +206,7 @@ class Engine:
             group.num_flights -= 1
         num_accepted = []
         for one, result in zip(step.batch, results, strict=True):
-            accepted = one.group.retire(one.sequence, one.num_tokens, result, one.drafts)
+            accepted = one.group.retire(one.sequence, one.num_tokens, result, known(one.drafts))
             num_accepted.append(accepted)
             self._changed[one.group.key] = one.group
         began, self._retired_at = max(step.began, self._retired_at), time.perf_counter()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.engine.batch import Row, RowResult, Wait
+from services.engine.batch import Fault, Row, RowOutput, RowResult, Wait
 
 
 class Flight(Protocol):
@@ -38,6 +38,36 @@ class CompleteFlight:
 
     def result(self) -> Sequence[RowResult]:
         return self.results
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDrafts:
+    """Drafts that a device draws before the step that verifies them; both are launched before the
+    host knows the drafts."""
+
+    sources: tuple[tuple[Flight, int], ...]
+    """For each draft the flight that draws it, and its row there."""
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def known(self) -> tuple[int, ...]:
+        """Wait for the drafts. Behind a fault each is -1, which is no token."""
+        found = list[int]()
+        for flight, row in self.sources:
+            result = flight.result()[row]
+            if isinstance(result, Fault):
+                return (*found, *[-1] * (len(self) - len(found)))
+            found += result.tokens if isinstance(result, RowOutput) else result
+        return tuple(found)
+
+
+Drafts = tuple[int, ...] | PendingDrafts
+"""The drafts of a row."""
+
+
+def known(drafts: Drafts) -> tuple[int, ...]:
+    return drafts.known() if isinstance(drafts, PendingDrafts) else drafts
 
 
 class ForwardPass(Protocol):

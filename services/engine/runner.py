@@ -11,7 +11,7 @@ from kvops import Backend, int8_kv
 from kvops.step import page_facts
 from services.engine.batch import Draw, Row, Wait, with_draws_behind
 from services.engine.device.drawing import DeviceDrawing
-from services.engine.device.flights import DrawnFlight
+from services.engine.device.flights import DrawnFlight, drafted_tokens
 from services.engine.device.graphs import Graph, padded
 from services.engine.device.inputs import Indices, StepInputs, one_token_rows
 from services.engine.device.largest_rows import largest_rows
@@ -217,12 +217,17 @@ class Runner:
             arrays = padded(arrays, graph)
         if any(row.drawn_by is not None for row in rows):
             arrays |= self._sources(rows, ends)
+        drafting, drafted = drafted_tokens(rows, ends)
+        arrays |= drafted
         if self._ops.needs_plan:
             arrays["page_ids"] = self._page_ids(arrays)
         placed = self._inputs.place({**arrays, "wanted": wanted, **others})
         if self._last is not None and "taken" in placed:
             drawn = self._last.drawn[placed["sources"]].clamp(min=0)  # after a fault: any token
             placed["token_ids"].index_copy_(0, placed["taken"], drawn)
+        if drafting:
+            drafts = torch.cat([flight.drawn for flight in drafting])[placed["draft_sources"]]
+            placed["token_ids"].index_copy_(0, placed["drafted"], drafts.clamp(min=0))
         facts = StepFacts(
             *(arrays["cu_query_lens"], arrays["context_lens"], num_tokens, graph),
             wants_all=len(wanted) == num_tokens,

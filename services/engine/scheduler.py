@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from services.engine.forward import Drafts
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Sequence
 
@@ -14,7 +15,7 @@ class ScheduledSequence(NamedTuple):
     group: Group
     sequence: Sequence
     num_tokens: int
-    drafts: tuple[int, ...] = ()
+    drafts: Drafts = ()
 
 
 _SHORTEST_SHARE = 4

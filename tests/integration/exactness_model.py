@@ -65,10 +65,12 @@ def draft_model(
     private = torch.full((NUM_DRAFT_BLOCKS, *arena.shape[1:]), float("nan"), dtype=arena.dtype)
     runner = Runner(model, private, block_size, ops)
 
-    def compute(rows: Sequence[Row]) -> Sequence[RowResult]:
-        return runner.launch(rows).result()
+    forward = LateForward(runner, most_flights=64) if is_late else runner
 
-    launch = LateForward(runner, most_flights=64).launch if is_late else None
+    def compute(rows: Sequence[Row]) -> Sequence[RowResult]:
+        return forward.launch(rows).result()
+
+    launch = forward.launch if is_late else None
     return DraftModel(compute, NUM_DRAFT_BLOCKS, block_size, context=512, launch=launch)
 
 

@@ -224,13 +224,10 @@ class TableSteps:
         return self._table[placed["token_ids"]][placed["wanted"]]
 
 
-class Unready:
+class Unready(DrawnFlight):
     """A flight that is complete only once somebody has waited for it, as on a busy GPU."""
 
     is_complete = False
-
-    def __init__(self, flight: Any) -> None:
-        self.result = flight.result
 
 
 class LateRunner(Runner):
@@ -247,7 +244,9 @@ class LateRunner(Runner):
 
     def launch(self, rows: Sequence[Row], *args: Any) -> Any:
         self.num_ahead += sum(row.drawn_by is not None for row in rows)
-        return Unready(super().launch(rows, *args))
+        flight: Any = super().launch(rows, *args)
+        flight.__class__ = Unready
+        return flight
 
 
 class Alternating:

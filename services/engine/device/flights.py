@@ -1,15 +1,18 @@
 """The flights of a device: what a step has drawn stays there, and copies travel to the host.
 
-Rows of the next step may take the drawn tokens on the device, before the host has them.
+Rows of the next step may take the drawn tokens on the device, before the host has them. The step
+that verifies drafts may take these from the flights of a draft model.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch import RowResult
+from services.engine.batch import Row, RowResult
 from services.engine.device.event import DeviceEvent, record_event
+from services.engine.device.inputs import Indices
 from services.engine.sampling.masks import Masks
 from services.engine.sampling.sampling_batch import Outputs, SamplingBatch
 
@@ -33,6 +36,32 @@ class DrawnFlight:
             self._event.synchronize()
             self._results = self.batch.results(self._host, self._masks())
         return self._results
+
+
+def drafted_tokens(
+    rows: Sequence[Row], ends: Indices
+) -> tuple[Sequence[DrawnFlight], dict[str, Indices]]:
+    """The flights of a draft model that draw drafts which the host does not know. `drafted` has the
+    indices of the step's tokens that are such drafts, and `draft_sources` their indices in the
+    draws of all these flights."""
+    flights, begins, num_draws = list[DrawnFlight](), dict[int, Indices](), 0
+    drafted, sources = list[int](), list[int]()
+    for row, end in zip(rows, ends.tolist(), strict=True):
+        for place, (flight, number) in enumerate(row.drafted_by):
+            assert isinstance(flight, DrawnFlight)
+            if id(flight) not in begins:
+                flights.append(flight)
+                places = range(len(flight.batch.rows))
+                begins[id(flight)] = num_draws + flight.batch.first_draws(places)
+                num_draws += len(flight.drawn)
+            drafted.append(end - len(row.drafted_by) + place)
+            sources.append(int(begins[id(flight)][number]))
+    if not flights:
+        return (), {}
+    return flights, {
+        "drafted": np.array(drafted, np.int64),
+        "draft_sources": np.array(sources, np.int64),
+    }
 
 
 def _on_host(tensor: Tensor) -> Tensor:

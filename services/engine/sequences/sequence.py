@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
 from services.engine.batch import UNKNOWN_TOKEN, Draw, LoadedAdapter, Row, Scoring
+from services.engine.forward import Drafts, PendingDrafts
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
@@ -185,6 +186,11 @@ class Sequence:
         return num_tokens + (has_one_draw and num_tokens + 1 < self.rules.max_len)
 
     @property
+    def has_state(self) -> bool:
+        """Whether its draws depend on its tokens by penalties or a grammar."""
+        return self._penalty_state is not None or self._grammar_state is not None
+
+    @property
     def num_runnable(self) -> int:
         """The tokens that have a slot and are not launched."""
         slots = len(self.block_table) * self.rules.block_size
@@ -229,7 +235,7 @@ class Sequence:
         wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
         return wrong is None and stamps.are_written_by(rest, owner)
 
-    def launch(self, num_tokens: int, place: int, drafts: tuple[int, ...] = ()) -> Row:
+    def launch(self, num_tokens: int, place: int, drafts: Drafts = ()) -> Row:
         """The row of the next `num_tokens` tokens and `drafts`, which will be at `place` in its
         step. It draws if they are the last ones. From now on the tokens are in flight."""
         start, end = self.num_launched, self.num_launched + num_tokens
@@ -237,15 +243,16 @@ class Sequence:
         drawn_by, self._place = self._place if runs_ahead else None, place
         self.num_launched = end + len(drafts)
         is_last, pooler = end >= len(self.tokens), self.pooler
-        has_state = self._penalty_state is not None or self._grammar_state is not None
-        draws_behind = runs_ahead and has_state
+        draws_behind = runs_ahead and self.has_state
+        pending = drafts.sources if isinstance(drafts, PendingDrafts) else ()
+        given = (UNKNOWN_TOKEN,) * len(drafts) if isinstance(drafts, PendingDrafts) else drafts
         draws: tuple[Draw, ...] = ()
         if draws_behind:
             draws = (Draw(self.rules.sampling, self.index),)
         elif is_last and pooler is None:
-            draws = self._draws(drafts)
+            draws = self._draws(given)
         return Row(
-            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else [*self.tokens[start:end], *drafts],
+            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else [*self.tokens[start:end], *given],
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
@@ -253,6 +260,7 @@ class Sequence:
             scoring=self._scoring(start, end),
             num_states=0 if pooler is None else pooler.num_states(num_tokens, is_last=is_last),
             num_drafts=len(drafts),
+            drafted_by=pending,
             drawn_by=drawn_by,
             draw_behind=self.draw_behind if draws_behind else None,
             adapter=self.rules.adapter,

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from weakref import WeakKeyDictionary, finalize
 
 from services.engine.batch import UNKNOWN_TOKEN, Draw, Fault, Row, RowOutput, RowResult
-from services.engine.forward import Flight
+from services.engine.forward import Drafts, Flight, PendingDrafts, known
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.average import Average
 
@@ -47,14 +48,14 @@ class _Cache:
     chance: Average
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    drafted: tuple[int, ...] = ()
+    drafted: Drafts = ()
 
     def verify(self, tokens: Seq[int]) -> list[bool]:
         """Which of the drafts have become tokens, up to the first that has not. Counts their KV,
         but not that of the last token: the next draft is drawn after it."""
         right: list[bool] = []
         new = tokens[self.num_computed : self.num_computed + len(self.drafted)]
-        for draft, token in zip(self.drafted, new, strict=False):
+        for draft, token in zip(known(self.drafted), new, strict=False):
             right.append(draft == token)
             if draft != token:
                 break
@@ -80,12 +81,12 @@ class DraftModel:
     same random numbers, penalties and grammar. One forward pass proposes a draft of all rows.
 
     On a device that computes beside the engine, all passes of a step are launched before the host
-    knows a draft, since each row takes the draft of the pass before on the device:
+    knows a draft, and so is the step that verifies them: rows take drafts on the device.
 
-        host     | launch 1 | launch 2 | launch 3 | wait |           3 drafts
-        device              |  pass 1  |  pass 2  |  pass 3  |
+        host     | launch 1 | launch 2 | launch step | wait |          2 drafts
+        device              |  pass 1  |   pass 2    |  step  |
 
-    Penalties and grammars depend on the tokens before, so these drafts are drawn without them.
+    Penalties and grammars depend on the tokens before, so drafts are drawn without them there.
 
     A sequence keeps its blocks until it ends or moves: when the last reference to it is gone. If
     there are none left, the sequence gives up its blocks that was asked for least recently.
@@ -146,33 +147,42 @@ class DraftModel:
             self._compute(rows)
         return numbers
 
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> Seq[Drafts]:
+        found = self._launched(self._launch, asked) if self._launch else self._computed(asked)
+        for (sequence, _), drafted in zip(asked, found, strict=True):
+            cache = self._caches[sequence]
+            cache.num_computed, cache.drafted = len(sequence.tokens), drafted
+        return found
+
+    def _computed(self, asked: Seq[tuple[Sequence, int]]) -> list[Drafts]:
         drafts: list[list[int]] = [[] for _ in asked]
         going = list(range(len(asked)))
-        passes = self._launched_ahead(self._launch, asked) if self._launch else []
         while going:
-            if self._launch:
-                results = passes[len(drafts[going[0]])]
-            else:
-                computed = self._compute([self._row(asked[i][0], tuple(drafts[i])) for i in going])
-                results = dict(zip(going, computed, strict=True))
-            going = [i for i in going if _goes_on(drafts[i], results[i], *asked[i])]
-        for (sequence, _), drafted in zip(asked, drafts, strict=True):
-            cache = self._caches[sequence]
-            cache.num_computed, cache.drafted = len(sequence.tokens), tuple(drafted)
+            rows = [self._row(asked[i][0], tuple(drafts[i])) for i in going]
+            results = zip(going, self._compute(rows), strict=True)
+            going = [i for i, result in results if _goes_on(drafts[i], result, *asked[i])]
         return [tuple(drafted) for drafted in drafts]
 
-    def _launched_ahead(
-        self, launch: Launch, asked: Seq[tuple[Sequence, int]]
-    ) -> list[dict[int, RowResult]]:
-        """The results of all passes, each by the index in `asked`."""
-        flights, places = list[tuple[Seq[int], Flight]](), dict[int, int]()
+    def _launched(self, launch: Launch, asked: Seq[tuple[Sequence, int]]) -> list[Drafts]:
+        """Launch all passes. The step that verifies a sequence with penalties or a grammar needs
+        its drafts on the host, and waits for them."""
+        sources: list[list[tuple[Flight, int]]] = [[] for _ in asked]
         for number in range(max(most for _, most in asked)):
             going = [i for i, (_, most) in enumerate(asked) if most > number]
-            rows = [self._row_ahead(asked[i][0], number, places.get(i)) for i in going]
-            flights.append((going, launch(rows)))
-            places = {i: place for place, i in enumerate(going)}
-        return [dict(zip(going, flight.result(), strict=True)) for going, flight in flights]
+            rows = []
+            for i in going:
+                drawn_by = sources[i][-1][1] if number else None
+                rows.append(self._row_ahead(asked[i][0], number, drawn_by))
+            flight = launch(rows)
+            for place, i in enumerate(going):
+                sources[i].append((flight, place))
+        pending = [PendingDrafts(tuple(of_one)) for of_one in sources]
+        return [
+            tuple(takewhile(lambda token: token >= 0, drafts.known()))
+            if sequence.has_state
+            else drafts
+            for (sequence, _), drafts in zip(asked, pending, strict=True)
+        ]
 
     def _row_ahead(self, sequence: Sequence, number: int, drawn_by: int | None) -> Row:
         """The row of pass `number`: from pass 1 on it takes the draft that row `drawn_by` of the

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
+from services.engine.forward import Drafts, PendingDrafts
 from services.engine.scheduler import ScheduledSequence
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.payoff import Drafting, Payoff
@@ -28,7 +29,7 @@ class Drafter(Protocol):
         many drafts `propose` may be asked for in this step; 0: the sequence is not ready."""
         ...
 
-    def propose(self, asked: Seq[Asked]) -> list[tuple[int, ...]]:
+    def propose(self, asked: Seq[Asked]) -> Seq[Drafts]:
         """Drafts for each (sequence, number): at most so many, none if there is nothing to propose.
         `prepare` has just returned these numbers."""
         ...
@@ -103,7 +104,11 @@ class Speculation:
         batch, left = list(batch), budget - len(batch)
         for (place, _), drafts in zip(chosen, proposed, strict=True):
             is_end = batch[place].sequence.rules.end_ids.__contains__
-            batch[place] = batch[place]._replace(drafts=_until(is_end, drafts[:left]))
+            if isinstance(drafts, PendingDrafts):
+                drafts = PendingDrafts(drafts.sources[:left])
+            else:
+                drafts = _until(is_end, drafts[:left])
+            batch[place] = batch[place]._replace(drafts=drafts)
             left -= len(batch[place].drafts)
         return batch, replace(spent, proposing_s=time.perf_counter() - prepared)
 
