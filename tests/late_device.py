@@ -90,8 +90,8 @@ class LateFlight:
         """The row with the token that the last step drew for it. After a fault there is no such
         token: like a GPU, the device goes on with any token."""
         if row.drafted_by:
-            tokens = [flight.result()[number] for flight, number in row.drafted_by]
-            drafts = [token[0] if isinstance(token, tuple) else 0 for token in tokens]
+            found = [flight.result()[number] for flight, number in row.drafted_by]
+            drafts = [token[0] if isinstance(token, tuple) else 0 for token in found]
             own = row.token_ids[: -len(drafts)]
             row = replace(row, token_ids=[*own, *drafts], drafted_by=())
         if row.drawn_by is None:

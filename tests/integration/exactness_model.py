@@ -111,6 +111,8 @@ class Watched(Runner):
         self._num_steps = 0
 
     def go_on(self) -> None:
+        if self.is_paused:
+            self._num_steps = -1  # steps that were launched meanwhile pause no other request
         self.is_paused = False
         self.gate.set()
 
@@ -137,7 +139,8 @@ class Watched(Runner):
             for row in ours
         ]
         self._num_steps += bool(ours)
-        if ours and self.pause_every and self._num_steps % self.pause_every == 0:
+        due = self._num_steps > 0 and self.pause_every and not self._num_steps % self.pause_every
+        if ours and due:
             self.gate.clear()
         return flight
 

@@ -98,8 +98,11 @@ async def test_tokens_are_the_same_to_the_bit(
     result = await run(opened, CONDITIONS[condition], sampling, expected)
     usage = result.answer.usage
     if setting.speculates and strategy in SPECULATING:
-        # A draft model has no adapter: it knows little of what the adapter says.
-        assert usage.num_accepted_drafts > 1 or (adapts and setting.has_draft_model)
+        # A draft model has no adapter: it knows little of what the adapter says. On a device it
+        # draws without penalties and biases.
+        is_late = setting.device is LateForward
+        draws_otherwise = setting.has_draft_model and (adapts or (is_late and "adj" in strategy))
+        assert usage.num_accepted_drafts > 1 or draws_otherwise
         assert usage.num_rejected_drafts > 1
     else:
         assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0

@@ -60,7 +60,7 @@ class NgramDrafter:
         if match is None:
             match = self._matches[sequence] = _Match(*self._sizes, self._chances)
         match.update(sequence.tokens)
-        unknown = sequence.num_launched + 1 - len(sequence.tokens)  # a token that is being drawn
+        unknown = max(0, sequence.num_launched + 1 - len(sequence.tokens))  # 1 while it is drawn
         chances = match.chances.ahead(match.length, most + unknown) if match.length else []
         return chances[unknown:]
 

@@ -286,8 +286,8 @@ def test_passes_on_a_device_take_their_tokens_there() -> None:
         assert drafts.model.prepare(asked, may_catch_up=True) == [4, 2, 3, 4]
         before = drafts.device.num_ahead
         wanted = [right(one, most) for one, most in asked]
-        found = [known(each) for each in drafts.model.propose(asked)]
-        assert found == [*wanted[:3], (*wanted[3][:2], -1, -1)]
+        proposed = [known(each) for each in drafts.model.propose(asked)]
+        assert proposed == [*wanted[:3], (*wanted[3][:2], -1, -1)]
         assert drafts.device.num_ahead - before == 3 + 1 + 2 + 3
         lens = [len(row.token_ids) for row in drafts.computing.steps[-4]]
         if step:
