@@ -1,6 +1,6 @@
 """The role of an offline worker: it prefills a request, and decodes it in the same engine."""
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,35 +16,6 @@ from services.worker.roles.prefill_job import PrefillJob
 from services.worker.swap.pool import Fetched
 
 
-class _Extender(BlockExtender):
-    """Tells whether a running sequence waits for blocks (`is_short`); calls `on_served` when no
-    sequence does any more."""
-
-    def __init__(
-        self,
-        worker: PoolEngine,
-        preempt: Callable[[Sequence[str]], None],
-        on_served: Callable[[], object],
-    ) -> None:
-        super().__init__(worker, preempt)
-        self.is_short = False
-        self._on_served = on_served
-
-    def remove(self, holder_id: str) -> None:
-        super().remove(holder_id)
-        self._note(self.is_short and bool(self._wanting))
-
-    async def _is_refused(self) -> bool:
-        is_refused = await super()._is_refused()
-        self._note(is_refused and bool(self._wanting))
-        return is_refused
-
-    def _note(self, is_short: bool) -> None:
-        was_short, self.is_short = self.is_short, is_short
-        if was_short and not is_short:
-            self._on_served()
-
-
 class Whole(Prefill):
     """Takes a request from its ticket without blocks to its end.
 
@@ -58,7 +29,7 @@ class Whole(Prefill):
 
     def __init__(self, worker: PoolEngine) -> None:
         super().__init__(worker)
-        self._extender = _Extender(worker, self.preempt, self._admission.wake)
+        self._extender = BlockExtender(worker, self.preempt)
 
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None

@@ -23,6 +23,8 @@ class BlockExtender:
         self._holders: dict[str, Growth] = {}
         self._wanting: set[str] = set()
         self._wanted = asyncio.Event()
+        self.is_short = False
+        """Whether a holder waits for blocks because the pool had too few."""
 
     def add(self, holder_id: str, epoch: int, num_blocks: int) -> None:
         """Add a holder that has acquired `num_blocks` so far, including those that it gave back."""
@@ -41,12 +43,14 @@ class BlockExtender:
         release returns the blocks in it."""
         self._holders.pop(holder_id, None)
         self._wanting.discard(holder_id)
+        self.is_short = self.is_short and bool(self._wanting)
 
     async def run(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            if self._wanting and await self._is_refused():
+            self.is_short = bool(self._wanting) and await self._is_refused()
+            if self.is_short:
                 await self._worker.store.wait_for_room(self._worker.pool_id, _RETRY_S)
                 self._wanted.set()
 
