@@ -1,5 +1,5 @@
-"""The strategies of choosing tokens and the answers that the exactness matrices compare:
-`tests/integration/test_exactness.py` in one process, `tests/e2e/test_exactness.py` between many."""
+"""The strategies of choosing tokens and the answers that the matrix of exactness compares
+(`tests/integration/test_exactness.py`), and that upgrades must not change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ from the cache, with the same tokens; when its time has ended, the next flood ev
 import asyncio
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +13,7 @@ from quire.async_client import AsyncClient
 from quire.cli import main
 from tests.waiting import until
 
-from .conftest import POOL_MEMORY
-from .deployment import Deployment, serving
+from .deployment import Deployment
 from .quiet import quiet
 
 NUM_BLOCKS = 128
@@ -30,10 +27,8 @@ def prompt(number: int, length: int = LONG) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    options = ("--pool-memory", str(POOL_MEMORY), "--report-cached-tokens")
-    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
-        yield running
+def deployment(observed: Deployment) -> Deployment:
+    return observed
 
 
 class Caller:

@@ -119,20 +119,25 @@ for name in ("alone", "all of it"):
         condition, setting=replace(condition.setting, kv_in_int8=True)
     )
 WHOLE = (
-    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("prefill worker dies", "all of it", "late device, all of it", "speculation, all of it"),
+    *("batch of 64", "preempted, nothing cached", "swapped", "prefill worker dies"),
+    *("all of it", "late device, all of it", "speculation, all of it"),
 )
-"""The conditions that `make test` runs with every strategy; `make test-full` runs the whole
-matrix."""
+"""The conditions that `make test` runs with every strategy; `make test-full` runs the whole matrix.
+A drain and the death of a decode worker are in "all of it"."""
+OF_LOGITS = ("chunks of", "blocks of", "2 threads")
+"""The beginnings of conditions that change no more than how logits are computed, whose bits
+`test_models_bitwise.py` compares."""
 SAMPLE = ("greedy", "logprobs of the prompt", "4 samples, adjusted", "structured", "4 beams")
 """The strategies that `make test` runs under the other conditions."""
 SMALL_SAMPLE = ("4 samples, adjusted", "4 beams")
-"""The strategies that `make test` runs with a LoRA adapter, KV in int8 or a draft model."""
+"""The strategies that `make test` runs with a LoRA adapter, KV in int8 or a draft model, and under
+the conditions `OF_LOGITS`."""
 
 
 def sample(name: str) -> Sequence[str]:
     setting = CONDITIONS[name].setting
-    if setting.adapts or setting.kv_in_int8 or setting.has_draft_model:
+    is_special = setting.adapts or setting.kv_in_int8 or setting.has_draft_model
+    if is_special or name.startswith(OF_LOGITS):
         return SMALL_SAMPLE
     return tuple(STRATEGIES) if name in WHOLE else SAMPLE
 

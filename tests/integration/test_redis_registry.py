@@ -116,29 +116,23 @@ async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRe
 
 
 async def test_an_arrival_takes_one_exchange_and_no_task(
-    registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch
+    registry: RedisRegistry, valkey: Valkey
 ) -> None:
     """Every task and every exchange costs a request turns of the event loop. The stream's own task
     exists before."""
     await registry.next_arrival()
-    loop = asyncio.get_running_loop()
-    tasks: list[Any] = []
-    commands: list[Any] = []
-    submit = registry._stream.submit
-
-    def count_command(command: Any, **options: Any) -> Any:
-        commands.append(command)
-        return submit(command, **options)
+    loop, tasks = asyncio.get_running_loop(), list[Any]()
 
     def count_task(_: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         tasks.append(work)
         return asyncio.Task(work, **options)
 
-    monkeypatch.setattr(registry._stream, "submit", count_command)
+    valkey.command("CONFIG", "RESETSTAT")
     loop.set_task_factory(count_task)
     await registry.next_arrival()
     loop.set_task_factory(None)
-    assert (len(commands), tasks) == (1, [])
+    executed = valkey.command("INFO", "commandstats")
+    assert (executed["cmdstat_fcall"]["calls"], tasks) == (1, [])
 
 
 async def test_arrivals_go_on_after_a_loss_of_the_functions(own_valkey: Valkey) -> None:

@@ -20,8 +20,7 @@ from kvops.cuda.memfd import MemfdDriver
 from kvops.grouped import GroupedWeight
 from services.block_manager.gpu.keeper import Keeper
 from services.engine.models import Model, load_model
-from services.engine.weights import placement
-from services.engine.weights.placement import SharedWeights
+from services.engine.weights.placement import M, Placement, SharedWeights
 from services.model.config.quantization import Quantization
 from services.pool import kept_weights
 from services.pool.keeper import KeptMemory
@@ -61,11 +60,25 @@ class Stopped(Exception):
     pass
 
 
+class CountedWeights(SharedWeights):
+    """Counts how often the model's files are gone through: the worker that fills the memory does so
+    for the shapes, for the values and for its own tensors, another worker only for its tensors."""
+
+    num_passes = 0
+
+    def load(self, name: str, dtype: torch.dtype, load: Callable[[Placement], M]) -> M:
+        def counted(place: Placement) -> M:
+            self.num_passes += 1
+            return load(place)
+
+        return super().load(name, dtype, counted)
+
+
 class Worker:
     """Loads shared weights in a thread, as a worker does."""
 
     def __init__(self, root: Path, checkpoint: Path, quantize: Quantization | None = None) -> None:
-        self.shared = SharedWeights(MemfdDriver(0), root, lambda: None)
+        self.shared = CountedWeights(MemfdDriver(0), root, lambda: None)
         self._checkpoint, self._quantize = checkpoint, quantize
 
     async def load(self) -> Model:
@@ -103,7 +116,6 @@ async def test_all_workers_have_the_first_ones_weights(
     keeper: Keeper,
     new: New,
     checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
     quantize: Quantization | None,
 ) -> None:
     """They equal a copy of the worker's own, and the second worker reads no file. Weights that
@@ -112,9 +124,9 @@ async def test_all_workers_have_the_first_ones_weights(
     await new("int8" if quantize else None).load()
     first = new(quantize)
     of_first = await first.load()
-    monkeypatch.setattr(placement._Packed, "fill", None)
     second = new(quantize)
     of_second = await second.load()
+    assert second.shared.num_passes == 1
     assert first.inode == second.inode
     for own, one, other in zip(*map(tensors, (alone, of_first, of_second)), strict=True):
         assert torch.equal(own, one)
@@ -123,20 +135,10 @@ async def test_all_workers_have_the_first_ones_weights(
         assert one.data_ptr() != other.data_ptr()
 
 
-async def test_workers_that_start_together_fill_once(
-    keeper: Keeper, new: New, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled: list[int] = []
-    fill = placement.SharedWeights._filled
-
-    def counted(shared: SharedWeights, *arguments: object) -> object:
-        filled.append(1)
-        return fill(shared, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(placement.SharedWeights, "_filled", counted)
+async def test_workers_that_start_together_fill_once(keeper: Keeper, new: New) -> None:
     workers = [new() for _ in range(3)]
     await asyncio.gather(*(worker.load() for worker in workers))
-    assert len(filled) == 1
+    assert sorted(worker.shared.num_passes for worker in workers) == [1, 1, 3]
     assert len({worker.inode for worker in workers}) == 1
 
 
