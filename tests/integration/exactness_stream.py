@@ -10,9 +10,10 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.workers.connection import deliver
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
-from services.protocol.messages import Began, Command, LoadReport
+from services.protocol.messages import Began, Command
 from services.protocol.version import PROTOCOL_VERSION
 from services.protocol.worker_stream import DECODE, PREFILL, StreamType
 
@@ -67,12 +68,8 @@ class Stream:
             self.worker.connected = True
             self._sink.on_change()
         for event in self._stream_type.events(message):
-            if isinstance(event, LoadReport):
-                self.worker.report(event)
-                self._sink.on_report(self.worker)
-            else:
-                self.num_begun += isinstance(event, Began)
-                self._sink.on_event(self.worker, event)  # type: ignore[arg-type]
+            self.num_begun += isinstance(event, Began)
+            deliver(event, self.worker, self._sink)
 
 
 def through_wire(message: Any) -> Any:

@@ -41,11 +41,13 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
     issuer = await waiting(walk)
     assert await walk.reserve()
     walk.start()
-    walk.on_event(walk.prefill, Requeued("r1", walk.request.attempt.number, RequeueReason.DRAINING))
+    given_back = walk.request.attempt.number
+    walk.on_event(walk.prefill, Requeued("r1", given_back, RequeueReason.DRAINING))
     assert await walk.reserve()
     walk.prefill.draining = False
     assert walk.start().swapped == SWAPPED
     assert not [command for command in issuer.sent if isinstance(command, Abort)]
+    assert Abort("r1", given_back) not in walk.prefill.sent
     walk.request.close()
     assert issuer.sent[-1] == Abort("r1", 1)
 
