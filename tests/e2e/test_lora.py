@@ -77,18 +77,6 @@ async def test_adapters_and_the_model_in_one_batch(
         await tokens(client, "lawyer")
 
 
-async def test_adapters_over_http(
-    deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
-) -> None:
-    await listed(client, "poet")
-    body = {"prompt": list(PROMPT), "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = post(deployment, model="poet", return_token_ids=True, **body).json()
-    assert answer["model"] == "poet"
-    assert answer["choices"][0]["token_ids"] == expected(checkpoint, adapters["poet"])
-    models = {model.id: model for model in await client.models()}
-    assert models["poet"].parent in models
-
-
 def test_adapters_by_the_command_line(
     deployment: Deployment, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ class ObedientPrefill(FakePrefill):
         super().on_submit(session, submit)
 
 
-@pytest.mark.parametrize("more", ["", TAKES_ONE_OF_EACH])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.full), TAKES_ONE_OF_EACH])
 async def test_every_object_is_taken_back(
     make_harness: Callable[..., Awaitable[GatewayHarness]],
     script: Script,

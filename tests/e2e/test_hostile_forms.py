@@ -1,77 +1,15 @@
-"""Bad input of clients: each case gets a clear error with the right status, and the service goes
-on."""
+"""Hostile forms of answers: each is refused with a clear error, and no other request notices."""
 
 import asyncio
 import json
-from collections.abc import Iterator
-from typing import Any
 
-import grpc
 import jsonschema
 import pytest
 
 from quire import InvalidRequest, StructuredOutput
 from quire.async_client import AsyncClient
 from quire.types import Sampling
-from quire.v1 import inference_pb2 as pb
-from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.v1.sampling_pb2 import SamplingParams
 from tests.waiting import until
-
-from .conftest import POOL_BLOCKS
-from .deployment import Deployment
-
-Status = grpc.StatusCode
-
-
-@pytest.fixture
-def inference(deployment: Deployment) -> Iterator[Any]:
-    options = [("grpc.max_send_message_length", 32 << 20)]
-    with grpc.insecure_channel(deployment.address, options=options) as channel:
-        yield InferenceStub(channel)
-
-
-def request(**fields: Any) -> pb.GenerateRequest:
-    sampling = fields.pop("sampling", {"max_tokens": 4, "ignore_eos": True})
-    if not fields.keys() & {"text", "token_ids", "chat"}:
-        fields["text"] = "hello"
-    return pb.GenerateRequest(sampling=SamplingParams(**sampling), **fields)
-
-
-# One refusal of each part that a request passes; `tests/integration` has all others.
-BAD = {
-    "gRPC": (
-        request(chat=pb.Chat(messages=[pb.ChatMessage(content="hi")])),
-        Status.INVALID_ARGUMENT,
-        "role",
-    ),
-    "models": (request(model="nobody"), Status.NOT_FOUND, "nobody"),
-    "tokenizer": (request(text="x" * (10 << 20)), Status.INVALID_ARGUMENT, "4096"),
-    "pool": (
-        request(token_ids=pb.TokenIds(ids=[1] * 1100), sampling={"max_tokens": 1000}),
-        Status.INVALID_ARGUMENT,
-        str(POOL_BLOCKS),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_grpc_says_what_is_wrong(inference: Any, name: str) -> None:
-    bad, status, text = BAD[name]
-    with pytest.raises(grpc.RpcError) as caught:
-        list(inference.Generate(bad, timeout=20))
-    assert caught.value.code() is status, caught.value
-    assert text in (caught.value.details() or "")
-    # And the next one is served.
-    last = list(inference.Generate(request(), timeout=20))[-1]
-    assert last.usage.num_generated_tokens == 4
-
-
-def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        list(inference.Generate(request(text="x" * (20 << 20)), timeout=20))
-    assert caught.value.code() is Status.RESOURCE_EXHAUSTED
-
 
 LIMIT_S = 90.0
 PROMPT = [300, 280, 310, 299]
