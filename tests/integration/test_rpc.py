@@ -199,16 +199,23 @@ async def test_an_undecodable_message_of_a_stream_is_invalid(start: Start) -> No
 
 
 async def test_messages_up_to_the_limit_pass(start: Start) -> None:
-    """12 MB reach the handler; gRPC refuses more than 16 MiB."""
+    """12 MB reach the handler; the server refuses more than 16 MiB, whatever a client sends."""
     channel = await start(Inference(errors.PromptTooLong("too long")))
     stub = inference_pb2_grpc.InferenceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest(text="x" * 12_000_000))
     assert (await read(call)).request_id == "0"
     call.cancel()
-    call = stub.Generate(inference_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 1)))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read(call)
+    server = RpcServer(SERVICE)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server.aio)
+    port = await server.start("127.0.0.1", 0)
+    options = [("grpc.max_send_message_length", 2 * MAX_MESSAGE_BYTES)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as unbounded:
+        stub = inference_pb2_grpc.InferenceStub(unbounded)
+        call = stub.Generate(inference_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 1)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop()
 
 
 async def test_health_follows_set_serving() -> None:

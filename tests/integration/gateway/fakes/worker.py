@@ -170,7 +170,8 @@ class FakeWorker:
                 raise
             key = {"request_id": about.request_id, "attempt": about.attempt}
             self.on_abort(session, worker_pb2.Abort(**key))
-            session.send(failed=worker_pb2.Failed(code=error.code, message=str(error), **key))
+            failed = worker_pb2.RequestFailed(code=error.code, message=str(error), **key)
+            session.send(failed=failed)
 
     def _refuse(self, session: Session, command: Any) -> None:
         raise InvalidRequest(f"{self.worker_id} takes no {command.DESCRIPTOR.name}")
