@@ -20,7 +20,9 @@ from kvops.grouped import GroupedWeight, like, pack
 from kvops.quantized import Kind, group_of
 from kvops.triton import linears
 
-KINDS: tuple[Kind, ...] = ("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8", "fp8-128")
+KINDS: tuple[Kind, ...] = (
+    *("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8", "fp8-128", "mxfp4"),
+)
 SHAPES = ((520, 2200), (528, 2304), (64, 4096))
 NUM_ROWS = (1, 16, 40, 200, 300)
 SLACK = 4.0
@@ -40,7 +42,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "experts equal the reference", lambda: _experts(machine, ops, reference)
     yield "same bits beside any rows of a class", lambda: _invariance(machine, ops)
     yield "same bits in a CUDA graph", lambda: _graph(machine, ops)
-    for kind in ("int4-128", "int8", "fp8", "fp8-128"):
+    for kind in ("int4-128", "int8", "fp8", "fp8-128", "mxfp4"):
         yield f"speed of a layer of Qwen3-8B's shape, {kind}", partial(_speed, machine, ops, kind)
 
 

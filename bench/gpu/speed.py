@@ -19,6 +19,8 @@ SMALL_DECODE = ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
 PREFILL = (2048, 8192)
 MIN_COPY_SHARE = 0.8
 """Of the bytes per second that a copy within the GPU's memory moves."""
+MIN_COPY_SHARE_FP8 = 0.5
+"""With keys and values in fp8, of which each has to be converted."""
 MIN_FLOP_PER_S = {(9, 0): 320e12}
 """Of prefill with 8,192 tokens by the attention that a worker chooses, by capability."""
 MIN_MATMUL_SHARE = 0.25
@@ -29,33 +31,36 @@ reaches. Below it a kernel waits for memory."""
 def checks(machine: Machine) -> Iterator[Check]:
     for name in ("triton", "flash", "flashinfer"):
         yield f"decode, {name}", partial(_decode, machine, name)
+        if name != "flash":
+            yield f"decode in fp8, {name}", partial(_decode, machine, name, in_fp8=True)
         yield f"prefill, {name}", partial(_prefill, machine, name)
     yield "host time of a launch, triton", lambda: _launch(machine)
 
 
-def _backend(machine: Machine, name: str) -> Backend:
+def _backend(machine: Machine, name: str, in_fp8: bool = False) -> Backend:
     try:
         ops = kvops.backend(name)
-        ops.check_attention(_shape(machine, ops))
+        ops.check_attention(_shape(machine, ops, in_fp8))
     except (kvops.BackendUnavailable, ValueError) as error:
         raise Skipped(str(error)) from error
     return ops
 
 
-def _decode(machine: Machine, name: str) -> Passed:
-    ops, copied = _backend(machine, name), copy_rate(machine)
+def _decode(machine: Machine, name: str, in_fp8: bool = False) -> Passed:
+    ops, copied = _backend(machine, name, in_fp8), copy_rate(machine)
+    item_bytes, least = (1, MIN_COPY_SHARE_FP8) if in_fp8 else (2, MIN_COPY_SHARE)
     figures: dict[str, float | str] = {"copy_bytes_per_s": copied}
     slow = []
     for rows, context in machine.pick((*SMALL_DECODE, *DECODE), ((2, 300),)):
-        seconds = machine.seconds(_attention(machine, ops, rows, 1, context))
-        share = rows * context * NUM_KV_HEADS * HEAD_DIM * 2 * 2 / seconds / copied
+        seconds = machine.seconds(_attention(machine, ops, rows, 1, context, in_fp8))
+        share = rows * context * NUM_KV_HEADS * HEAD_DIM * 2 * item_bytes / seconds / copied
         figures[f"{rows} x {context}"] = share
-        if (rows, context) in DECODE and share < MIN_COPY_SHARE:
+        if (rows, context) in DECODE and share < least:
             slow.append(f"{rows} x {context}")
     shares = (f"{key} {value:.0%}" for key, value in figures.items() if " x " in key)
     text = f"of a copy's {copied / 1e9:,.0f} GB/s, rows x context: {', '.join(shares)}"
     if slow:
-        raise Failed(f"{text}; {', '.join(slow)} below {MIN_COPY_SHARE:.0%}")
+        raise Failed(f"{text}; {', '.join(slow)} below {least:.0%}")
     return Passed(text, figures)
 
 
@@ -87,13 +92,14 @@ def _launch(machine: Machine) -> Passed:
 
 
 def _attention(
-    machine: Machine, ops: Backend, rows: int, new: int, context: int
+    machine: Machine, ops: Backend, rows: int, new: int, context: int, in_fp8: bool = False
 ) -> Callable[[], object]:
     """One call over blocks in random order."""
-    block_size = _shape(machine, ops).block_size
+    of_model = _shape(machine, ops, in_fp8)
+    block_size = of_model.block_size
     per_row = -(-context // block_size)
     shape = (rows * per_row, 1, 2, block_size, NUM_KV_HEADS, HEAD_DIM)
-    arena = torch.randn(shape, device=machine.device, dtype=machine.half)
+    arena = torch.randn(shape, device=machine.device, dtype=machine.half).to(of_model.kv_dtype)
     tables = torch.randperm(rows * per_row).int().view(rows, per_row).to(machine.device)
     q = torch.randn((rows * new, NUM_HEADS, HEAD_DIM), device=machine.device, dtype=machine.half)
     begins = torch.arange(0, rows * new + 1, new, dtype=torch.int32, device=machine.device)
@@ -104,15 +110,16 @@ def _attention(
         page_begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
         query_begins = np.arange(0, rows * new + 1, new, dtype=np.int32)
         ids = tables.flatten()
-        ops.plan(AttentionStep(_shape(machine, ops), query_begins, page_begins, last, ids))
+        ops.plan(AttentionStep(of_model, query_begins, page_begins, last, ids))
     return lambda: ops.paged_attention(
         q, arena[:, 0], tables, begins, contexts, scale, max_query_len=new
     )
 
 
-def _shape(machine: Machine, ops: Backend) -> AttentionShape:
+def _shape(machine: Machine, ops: Backend, in_fp8: bool = False) -> AttentionShape:
     block_size = 256 if ops.name == "flash" else 16
-    return AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, machine.half, machine.half)
+    kv_dtype = torch.float8_e4m3fn if in_fp8 else machine.half
+    return AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, machine.half, kv_dtype)
 
 
 def copy_rate(machine: Machine) -> float:

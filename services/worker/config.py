@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from quire.choices import Quantize
 from quire.files import default_name
 from quire.options.worker import WorkerOptions
 from quire.sizes import parse_size
@@ -142,11 +143,16 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
 
     def computed_kind(self, config: ModelConfig) -> StoredKind | Quantization | None:
         """The kind of the model's quantized linears; None if they compute in floating point."""
-        return computed_kind(config.quantization, self.dtype, self.quantize, self.kernels)
+        return computed_kind(config.quantization, self.dtype, self._served, self.kernels)
 
     def is_dequantized(self, config: ModelConfig) -> bool:
         """Whether linears that the checkpoint has quantized compute in floating point."""
-        return is_dequantized(config.quantization, self.dtype, self.quantize, self.kernels)
+        return is_dequantized(config.quantization, self.dtype, self._served, self.kernels)
+
+    @property
+    def _served(self) -> Quantize:
+        """`quantize`; on a CPU, several ranks compute in floating point."""
+        return "none" if self.kernels == "cpu" and self.tensor_parallel_size > 1 else self.quantize
 
     @property
     def kind_to_make(self) -> Quantization | None:
@@ -222,7 +228,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         """Raises StartupError if this model cannot be divided among the ranks."""
         check_shards(config, self.tensor_parallel_size)
         self.check_devices()
-        if self.tensor_parallel_size > 1 and self.kind_to_make:
+        if self.tensor_parallel_size > 1 and self.kernels == "cpu" and self.kind_to_make:
             raise refuse_kind(self.tensor_parallel_size, self.kind_to_make)
 
     def check_devices(self) -> None:

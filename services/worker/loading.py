@@ -164,6 +164,8 @@ class _Load:
                 context=settings.max_model_len,
                 block_size=settings.block_size,
                 kv_dtype=DTYPES[self.kv_dtype],
+                quantize=settings.kind_to_make,
+                dequantize=self.is_dequantized,
                 keeper=settings.pool_root if self.shared else None,
             )
             return self.ranks.load(plan, backend, self.shared, self.progress)

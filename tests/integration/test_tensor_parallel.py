@@ -5,10 +5,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
 
+import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.engine.batch import Row, RowOutput, Scoring
 from services.pool.locks import is_held
@@ -18,7 +20,7 @@ from services.worker.ranks.processes import Ranks
 from .family_checkpoints import CASES
 from .family_checkpoints import make as make_family
 from .gguf_checkpoints import write_gguf, write_twin
-from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
+from .models_oracle import GREEDY, SPECS, Oracle, RecordingRunner, random_prompt
 from .quantized_checkpoints import fp8_block, gptq, write_quantized
 from .ranks import RankedRunner
 
@@ -141,14 +143,32 @@ def test_quantized_weights_in_floating_point_are_divided(
     crews[2].leave()
 
 
-def test_linears_in_4_bits_are_refused(crews: dict[int, Ranks], tmp_path: Path) -> None:
-    spec = CheckpointSpec(hidden_size=128, head_dim=32, intermediate_size=256)
+@pytest.mark.parametrize("scheme", ["gptq", "fp8 in blocks", "GGUF of 4 bits"])
+def test_quantized_weights_stay_packed_beside_kernels_that_take_them(
+    scheme: str, crews: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """As on GPUs: with the logits of one process. Each rank has whole groups of the inputs, and the
+    head is in floating point."""
+    spec = CheckpointSpec(hidden_size=128, head_dim=64, intermediate_size=256, tied=False)
     plain = make_checkpoint(tmp_path / "plain", spec)
-    write_quantized(plain, tmp_path / "gptq", gptq(32, symmetric=True))
-    write_gguf(plain, tmp_path / "model.gguf", lambda name: "Q4_0")
-    for name, kind in (("gptq", "int4-32"), ("model.gguf", "int4-32")):
-        with pytest.raises(StartupError, match=f"size 2: linears of {kind} are not split"):
-            RankedRunner(tmp_path / name, tmp_path, crews[2])
+    model = tmp_path / "model"
+    if scheme == "GGUF of 4 bits":
+        model, kind = tmp_path / "model.gguf", "int4-32"
+        write_gguf(plain, model, lambda name: "Q4_0")
+    else:
+        kind = "int4-32" if scheme == "gptq" else "fp8-128"
+        write_quantized(plain, model, gptq(32, symmetric=True) if scheme == "gptq" else fp8_block())
+    runner = RankedRunner(model, tmp_path, crews[2], ops=kvops.backend("reference"))
+    layer: Any = runner._model._layers[0]  # type: ignore[attr-defined]
+    assert [one.weight.kind for one in (layer.qkv, layer.output, layer.down)] == [kind] * 3
+    alone = RecordingRunner(model, 16, 20, "reference")
+    trials = [one.place(random_prompt(30, 1)) for one in (runner, alone)]
+    for one, trial in zip((runner, alone), trials, strict=True):
+        one.decode_all([trial], 100)
+    assert trials[0].new_tokens == trials[1].new_tokens
+    found, wanted = (torch.stack(trial.logits) for trial in trials)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    crews[2].leave()
 
 
 def test_copied_and_swapped_blocks_are_copied_at_all_ranks(

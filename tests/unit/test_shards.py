@@ -1,6 +1,6 @@
 """The table of the division of weights among ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +9,22 @@ import torch
 from torch import Tensor
 
 from bench.gpu.model import make_config
+from kvops import int4, int8
+from kvops.fp4 import Float4Weight
+from kvops.fp8 import Float8Weight
 from services.engine.weights.sharded import ShardedWeights
-from services.engine.weights.weights import Form
+from services.engine.weights.weights import Form, Weight
 from services.model.checkpoint.shards import SPLITS, check_shards, shards
 from services.model.config.families import FAMILIES
-from services.model.config.layout import weight_shapes
+from services.model.config.layout import EMBEDDING, weight_shapes
 from services.model.config.model_config import ModelConfig
-from services.model.config.quantization import StoredQuantization
 from services.runtime.errors import StartupError
 
 CONFIG = replace(
     make_config(1, 256, 387), num_heads=8, num_kv_heads=4, head_dim=6, o_bias=True, mlp_bias=True
 )
+
+WIDER = replace(CONFIG, head_dim=8, intermediate_size=192)
 
 
 class Whole:
@@ -129,11 +133,6 @@ def test_kv_heads_are_those_of_the_ranks_query_heads(
             2,
             "the norm over all heads of Olmo2ForCausalLM is not divided",
         ),
-        (
-            {"quantization": StoredQuantization("gptq", "int4-128", 128)},
-            2,
-            "linears of int4-128 are not split",
-        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_numbers(
@@ -143,3 +142,59 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(
     with pytest.raises(StartupError, match=f"tensor_parallel_size {size}: {text}"):
         check_shards(config, size)
     check_shards(config, 1)
+
+
+QUANTIZED: dict[Form, Callable[[Tensor], Weight]] = {
+    "int4-32": lambda weight: int4.quantize(weight, 32),
+    "int8-16": lambda weight: int8.quantize(weight, 16),
+    "mxfp4": lambda weight: Float4Weight(
+        weight.abs().mul(5).to(torch.uint8) & 15,
+        (weight[:, ::32].abs() * 9).to(torch.uint8) + 120,
+    ),
+    "fp8": lambda weight: Float8Weight(
+        weight.to(torch.float8_e4m3fn).view(torch.uint8),
+        weight[:, :1].abs().repeat(1, -(-weight.shape[1] // 128)),
+    ),
+}
+
+
+class Quantized(Whole):
+    """Linears of one form, and `exact`, their dequantized weights."""
+
+    def __init__(self, config: ModelConfig, form: Form) -> None:
+        super().__init__(config)
+        self._form = form
+        linears = [name for name, one in self.tensors.items() if one.dim() == 2]
+        self.weights = {
+            name.removesuffix(".weight"): QUANTIZED[form](self.tensors.pop(name))
+            for name in linears
+            if name != EMBEDDING
+        }
+
+    def form(self, linear: str) -> Form:
+        return self._form
+
+    def linear(self, linear: str) -> Weight:  # type: ignore[override]
+        return self.weights[linear]
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_quantized_parts_mean_the_parts_of_the_weights(form: Form) -> None:
+    """They are divided along whole groups of inputs, and keep their codes and scales."""
+    whole = Quantized(WIDER, form)
+    found = [ShardedWeights(whole, shard) for shard in shards(WIDER, 2)]
+    for linear, weight in whole.weights.items():
+        assert not isinstance(weight, Tensor)
+        pieces = [one.linear(linear) for one in found]
+        values = [piece.dequantized() for piece in pieces if not isinstance(piece, Tensor)]
+        dimension = SPLITS[linear.split(".")[-1]][0]
+        assert torch.equal(torch.cat(values, dimension), weight.dequantized())
+
+
+def test_groups_that_ranks_would_cut_are_refused_with_the_numbers() -> None:
+    whole = Quantized(WIDER, "int4-32")
+    found = [ShardedWeights(whole, shard) for shard in shards(WIDER, 4)]
+    found[1].linear("model.layers.0.mlp.up_proj")
+    text = "size 4: inputs 48 to 96 of model.layers.0.mlp.down_proj are no whole groups of 32"
+    with pytest.raises(StartupError, match=f"{text}.*--quantize none"):
+        found[1].linear("model.layers.0.mlp.down_proj")

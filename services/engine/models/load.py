@@ -20,6 +20,7 @@ from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.dequantized import DequantizedWeights
 from services.engine.weights.fused_weights import (
+    HEAD_SECTION,
     Section,
     all_sections,
     expert_sections,
@@ -96,22 +97,32 @@ def load_shard(
     device: str,
     rank: int,
     size: int,
+    quantize: Quantization | None = None,
+    dequantize: bool = False,
     context: int | None = None,
     progress: Progress = lambda: None,
     shared: SharedWeights | None = None,
 ) -> ComposedModel:
-    """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`."""
+    """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`.
+    Native kernels compute a part in floating point, and so does every backend the head."""
     config = read_model_config(directory).for_context(context)
     shard = shards(config, size)[rank]
-    weights = ShardedWeights(load_weights(directory, config), shard)
+    whole = load_weights(directory, config, dtype)
+    if dequantize or backend.native is not None:
+        whole = DequantizedWeights(whole)
+    elif quantize:
+        whole = DequantizedWeights(whole, FLOAT_KINDS)
+    weights = ShardedWeights(whole, shard)
+    kinds = section_kinds(list(all_sections(shard.own_config)), weights, dtype, quantize)
+    del kinds[HEAD_SECTION]
     digest = weights_digest(directory, progress) if shared or rank == 0 else ""
 
     def load(place: Placement) -> ComposedModel:
-        model = _composed(directory, shard.own_config, weights, digest, backend, place, {})
+        model = _composed(directory, shard.own_config, weights, digest, backend, place, kinds)
         model.shard = shard
         return model
 
-    return _placed(load, f"{digest} {config} {rank}/{size}", dtype, device, shared)
+    return _placed(load, f"{digest} {config} {kinds} {rank}/{size}", dtype, device, shared)
 
 
 def _placed(

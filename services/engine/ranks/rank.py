@@ -36,6 +36,7 @@ from services.engine.weights.placement import SharedWeights
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.checkpoint.reading import read_model_config
 from services.model.checkpoint.shards import Shard
+from services.model.config.quantization import Quantization
 from services.pool.directory import PoolDirectory
 from services.pool.header import PoolHeader
 from services.pool.keeper import close_all
@@ -69,6 +70,8 @@ class ShardPlan:
     """See `ModelConfig.for_context`."""
     block_size: int
     kv_dtype: torch.dtype
+    quantize: Quantization | None = None
+    dequantize: bool = False
     keeper: Path | None = None
     """The directory of the keeper that shares the weights on GPUs; None if they are not shared."""
     meeting: Path = Path()
@@ -122,6 +125,8 @@ class Rank:
             *(plan.model, plan.dtype, ops, str(self.device.torch)),
             rank=self.number,
             size=len(plan.devices),
+            quantize=plan.quantize,
+            dequantize=plan.dequantize,
             context=plan.context,
             progress=progress,
             shared=self.shared,

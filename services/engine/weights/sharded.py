@@ -4,11 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kvops.fp4 import Float4Weight
-from kvops.fp8 import Float8Weight
-from kvops.int8 import Int8Weight
-from services.engine.weights.weights import Form, Weights
-from services.model.checkpoint.shards import INPUTS, Shard, refuse_kind, split_of
+from kvops.quantized import group_of, with_tensors
+from services.engine.weights.weights import Form, Weight, Weights
+from services.model.checkpoint.shards import INPUTS, Shard, refuse_groups, split_of
 
 
 class ShardedWeights:
@@ -24,21 +22,33 @@ class ShardedWeights:
         self.tensors: Mapping[str, Tensor] = {
             name: self._part(name, tensor)
             for name, tensor in whole.tensors.items()
-            if shard.rank == 0 or not _is_added(name)
+            if (shard.rank == 0 or not _is_added(name)) and not _is_packed(name)
         }
 
     def form(self, linear: str) -> Form:
         return self._whole.form(linear)
 
-    def linear(self, linear: str) -> Tensor:
-        """The rank's part of a linear in floating point, also of a linear of 8 bits, since a part
-        may begin in the middle of a group. Raises StartupError if the linear has another form."""
-        weight = self._whole.linear(linear)
-        if isinstance(weight, Int8Weight | Float8Weight | Float4Weight):
-            weight = weight.dequantized()
-        if not isinstance(weight, Tensor):
-            raise refuse_kind(self._shard.size, self.form(linear))
-        return self._part(f"{linear}.weight", weight)
+    def linear(self, linear: str) -> Weight:
+        """The rank's part of a linear. Raises StartupError if a part of the inputs of quantized
+        weights does not consist of whole groups."""
+        weight, name, form = self._whole.linear(linear), f"{linear}.weight", self.form(linear)
+        split = split_of(name)
+        if isinstance(weight, Tensor):
+            return self._part(name, weight)
+        if split is None or form == "float":
+            return weight
+        dimension, divided = split
+        part, group = self._shard.part(divided), group_of(form)
+        if dimension != INPUTS:
+            return with_tensors(weight, lambda name: getattr(weight, name)[part])
+        is_cut = part.start % group or (part.stop % group and part.stop < weight.codes.shape[1])
+        if is_cut and form != "fp8":  # which has the same scale for all inputs
+            raise refuse_groups(self._shard.size, linear, part, group)
+        first, num_inputs = part.start // group, part.stop - part.start
+        groups = slice(first, first - (-num_inputs // group))
+        return with_tensors(
+            weight, lambda name: getattr(weight, name)[:, part if name == "codes" else groups]
+        )
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".sinks"):
@@ -49,6 +59,11 @@ class ShardedWeights:
         dimension, divided = split
         part = self._shard.part(divided)
         return tensor[:, part] if dimension == INPUTS else tensor[part]
+
+
+def _is_packed(name: str) -> bool:
+    """Whether this is a part of a quantized linear, which `linear` decodes whole."""
+    return split_of(name) is not None and not name.endswith((".weight", ".bias"))
 
 
 def _is_added(name: str) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.model.config.model_config import ModelConfig
-from services.model.config.quantization import FLOAT_KINDS
 from services.runtime.errors import StartupError
 
 SIZES = (1, 2, 4, 8)
@@ -132,17 +131,18 @@ def check_shards(config: ModelConfig, size: int) -> None:
         raise _refusal(size, f"the norm over all heads of {config.architecture} is not divided")
     if config.vocab_size < size:
         raise _refusal(size, f"a vocabulary of {config.vocab_size} has fewer tokens")
-    stored = config.quantization
-    if stored is None or stored.kind in (None, *FLOAT_KINDS):
-        return
-    if stored.format == "gguf" and stored.kind in ("int8", "int8-16"):
-        return
-    raise refuse_kind(size, stored.kind)
 
 
 def refuse_kind(size: int, kind: str) -> StartupError:
+    return _refusal(size, f"--quantize {kind} with several ranks needs GPUs")
+
+
+def refuse_groups(size: int, linear: str, part: slice, group: int) -> StartupError:
+    """The refusal of a linear with a part of inputs that does not consist of whole groups."""
     return _refusal(
-        size, f"linears of {kind} are not split; floating point, fp8 and GGUF of 8 bits are"
+        size,
+        f"inputs {part.start} to {part.stop} of {linear} are no whole groups of {group}, which "
+        "share a scale; or serve the weights in floating point: --quantize none",
     )
 
 

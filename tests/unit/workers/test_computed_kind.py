@@ -1,17 +1,21 @@
 """How linears compute, by what the checkpoint stores and by the settings; and the model `demo`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from bench.gpu.model import make_config
 from quire.choices import Quantize
 from services.model.config.quantization import StoredQuantization
+from services.runtime.errors import StartupError
 from services.worker.computed_kind import computed_kind, is_dequantized
 from services.worker.config import PrefillSettings
 
 GPTQ = StoredQuantization("gptq", "int4-128", 128)
 FP8 = StoredQuantization("fp8", "fp8")
+MXFP4 = StoredQuantization("mxfp4", "mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,8 @@ FP8 = StoredQuantization("fp8", "fp8")
         (None, "auto", "int4", "int4"),
         (FP8, "auto", "auto", None),
         (FP8, "auto", "int8", "int8"),
+        (MXFP4, "auto", "auto", None),
+        (MXFP4, "auto", "int4", "int4"),
         (GPTQ, "auto", "auto", "int4-128"),
         (GPTQ, "bfloat16", "auto", "int4-128"),
         # Dequantized, because the user says so, or because no quantized kernel computes in float32.
@@ -45,9 +51,27 @@ def test_stored_weights_keep_their_kind_unless_they_are_dequantized(
         ("float32", "auto", None),
     ],
 )
-def test_gpus_compute_fp8(dtype: str, quantize: Quantize, kind: str | None) -> None:
-    assert computed_kind(FP8, dtype, quantize, "triton") == kind
-    assert is_dequantized(FP8, dtype, quantize, "triton") == (kind is None)
+def test_gpus_compute_fp8_and_mxfp4(dtype: str, quantize: Quantize, kind: str | None) -> None:
+    for stored, own in ((FP8, "fp8"), (MXFP4, "mxfp4")):
+        wanted = own if kind == "fp8" else kind
+        assert computed_kind(stored, dtype, quantize, "triton") == wanted
+        assert is_dequantized(stored, dtype, quantize, "triton") == (kind is None)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", None), ("cuda:0", "int4-128")])
+def test_several_ranks_keep_the_kind_on_gpus_alone(device: str, kind: str | None) -> None:
+    fields = {"model": "/model", "device": device, "tensor_parallel_size": 2}
+    settings = PrefillSettings.model_validate(fields)
+    config = replace(make_config(1, 256, 387), quantization=GPTQ)
+    settings.check_ranks(config)
+    assert settings.computed_kind(config) == kind
+    assert settings.is_dequantized(config) == (kind is None)
+    settings = PrefillSettings.model_validate({**fields, "quantize": "int8"})
+    if device == "cpu":
+        with pytest.raises(StartupError, match="size 2: --quantize int8 with several ranks needs"):
+            settings.check_ranks(config)
+    else:
+        settings.check_ranks(config)
 
 
 def test_a_worker_finds_the_demo_model_by_its_word(
