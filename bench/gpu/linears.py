@@ -18,7 +18,7 @@ from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.grouped import GroupedWeight, like, pack
 from kvops.quantized import Kind, group_of
-from kvops.triton import linears
+from kvops.triton.float8 import has_fp8
 
 KINDS: tuple[Kind, ...] = (
     *("int4-32", "int4-64", "int4-128", "int8", "int8-16", "fp8", "fp8-128", "mxfp4"),
@@ -72,7 +72,7 @@ def moved(weight: GroupedWeight, device: str) -> GroupedWeight:
 
 def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> Passed:
     shares = []
-    has_fp8 = kind.startswith("fp8") and linears.has_fp8(torch.device(machine.device))
+    in_fp8 = kind.startswith("fp8") and has_fp8(torch.device(machine.device))
     for n, k in machine.pick(SHAPES, ((70, 200),)):
         weight = packed(kind, n, k)
         there, bias = moved(weight, machine.device), randn(n, seed=1)
@@ -81,7 +81,7 @@ def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> P
                 x = randn(num_rows, k, seed=num_rows).to(dtype)
                 arguments = x.to(machine.device), there, bias.to(machine.device, dtype)
                 is_multiple = not (n % 16 or k % 16)
-                if has_fp8 and is_multiple and dtype == torch.bfloat16 and num_rows > 16:
+                if in_fp8 and is_multiple and dtype == torch.bfloat16 and num_rows > 16:
                     x = fp8.rounded(x, group_of(kind) if "-" in kind else 0).to(dtype)
                 expected = reference.linear(x, weight, bias.to(dtype))
                 shares.append(compare(ops.linear(*arguments), expected, SLACK))

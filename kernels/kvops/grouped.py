@@ -28,6 +28,12 @@ CHUNK = 128
 
 Form = Literal["int4", "fp4", "int8", "fp8"]
 AnyWeight = Tensor | Int4Weight | Int8Weight | Float4Weight | Float8Weight
+_FLOATS: dict[Kind, type[Float4Weight] | type[Float8Weight]] = {
+    "fp8": Float8Weight,
+    "fp8-128": Float8Weight,
+    "mxfp4": Float4Weight,
+}
+"""Kinds that no weights are rounded to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,11 @@ def as_kind(kind: Kind, weights: Sequence[AnyWeight]) -> list[Int4Weight | Int8W
 
 def pack(kind: Kind, weights: Sequence[AnyWeight]) -> GroupedWeight:
     """Join weights [n_i, K] along their outputs. Raises ValueError as `as_kind` does."""
-    form = {"fp8": Float8Weight, "fp8-128": Float8Weight, "mxfp4": Float4Weight}.get(kind)
+    form = _FLOATS.get(kind)
     as_stored = [weight for weight in weights if form is not None and isinstance(weight, form)]
-    parts = as_stored if len(as_stored) == len(weights) else as_kind(kind, weights)
+    parts: Sequence[Int4Weight | Int8Weight | Float4Weight | Float8Weight] = as_stored
+    if len(as_stored) < len(weights):
+        parts = as_kind(kind, weights)
     whole = with_tensors(parts[0], lambda name: torch.cat([getattr(part, name) for part in parts]))
     (n, k), group = whole.codes.shape, group_of(kind)
     inputs = -(-k // CHUNK) * CHUNK

@@ -74,8 +74,8 @@ async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
     the same weights, so its drafts are accepted."""
     (tmp_path / "model").symlink_to(make_checkpoint(tmp_path / "old", seed=1))
     drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 3})
-    options = ("--lora", f"poet={adapters['poet']}", "--speculative-config", drafting)
-    options = (*options, "--pool-memory", str(POOL_MEMORY))
+    options = ["--lora", f"poet={adapters['poet']}", "--speculative-config", drafting]
+    options += ["--pool-memory", str(POOL_MEMORY)]
     with serving(tmp_path / "model", tmp_path, *options) as deployment:
         async with AsyncClient(deployment.address, operations=deployment.operations) as client:
 

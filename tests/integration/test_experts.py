@@ -88,7 +88,7 @@ def test_mxfp4_weights_stay_packed_where_kernels_take_them(tmp_path: Path) -> No
             num_bytes = stored[f"{key}_blocks"].nbytes * weight.codes.shape[1] * 2
             assert weight.codes.nbytes == num_bytes // weight.num_inputs  # padded to chunks
             assert weight.scales.nbytes == weight.codes.nbytes // 16
-    exact: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
+    exact: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
     tokens = torch.tensor([[*trial.prompt, *trial.new_tokens[:-1]]])
     with torch.inference_mode():
         expected = exact(tokens).logits[0, len(trial.prompt) - 1 :]

@@ -40,8 +40,8 @@ class Quality:
 class Comparison:
     """Texts, and what fp32 says about them with the weights of a file."""
 
-    def __init__(self, model: RealModel, num_texts: int, length: int | None = None) -> None:
-        length = length or (TEXT_TOKENS if num_texts == NUM_TEXTS else SAMPLE_TOKENS)
+    def __init__(self, model: RealModel, num_texts: int) -> None:
+        length = TEXT_TOKENS if num_texts == NUM_TEXTS else SAMPLE_TOKENS
         some = model.texts[:: NUM_TEXTS // num_texts][:num_texts]
         self.model, self.texts = model, [text[:length] for text in some]
         exact = model.runner(torch.float32, dequantize=True)
@@ -140,18 +140,20 @@ def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(models: dict[str, R
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("smollm2", 0.9), pytest.param("gemma3", 0.94, marks=pytest.mark.full)]
+)
 def test_keys_and_values_in_fp8_change_few_likeliest_tokens(
-    models: dict[str, RealModel], name: str
+    models: dict[str, RealModel], name: str, least: float
 ) -> None:
     """The reference stores what a GPU stores. Beside it: the same file with KV in bf16. Three bits
     of mantissa are few for keys, whatever their scale."""
-    comparison = Comparison(models[name], 1, length=128)
+    comparison = Comparison(models[name], 2)
     plain = comparison.quality(backend="reference", dequantize=True)
     found = comparison.quality(backend="reference", dequantize=True, kv_in_fp8=True)
     print(f"\n{name}, KV in fp8: {found}, in bf16: {plain}")
-    assert found.same >= 0.93
-    assert found.change < plain.change + 0.06
+    assert found.same >= least
+    assert found.change < plain.change + 0.1
 
 
 @pytest.mark.timeout(1200)

@@ -69,7 +69,8 @@ def test_parts_make_up_the_whole_weights(size: int) -> None:
             assert torch.equal(torch.cat(pieces, dimension), tensor)
         if kind == "weight" and dimension is not None:
             linear = name.removesuffix(".weight")
-            assert all(torch.equal(one.linear(linear), one.tensors[name]) for one in found)
+            weights = [(one.linear(linear), one.tensors[name]) for one in found]
+            assert all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in weights)
 
 
 @pytest.mark.parametrize("size", [2, 4])
