@@ -87,7 +87,6 @@ async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
             names = ["model", "poet"]
             point(link(deployment), checkpoint)
             waiting = [asyncio.create_task(told(name, PROMPTS[1], NUM_TOKENS)) for name in names]
-            await until(client.workers, lambda found: any(each.num_running for each in found))
             assert await client.reload()
             for completion in await asyncio.gather(*waiting):
                 assert len(completion.token_ids) == NUM_TOKENS
