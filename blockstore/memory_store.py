@@ -17,6 +17,7 @@ from blockstore.memory.recount import audit
 from blockstore.records import (
     Allocation,
     Asserted,
+    AuditReport,
     Extension,
     Growth,
     HolderInfo,
@@ -33,14 +34,14 @@ T = TypeVar("T")
 def _forwarded(
     operation: Callable[Concatenate[Ledger, P], T],
 ) -> Callable[Concatenate["MemoryStore", str, P], Coroutine[Any, Any, T]]:
-    """Return the method that calls an operation of a pool's ledger, and ends the waits for room if
-    the operation has freed blocks."""
+    """Return the method that calls the operation of this name at a pool's ledger, and ends the
+    waits for room if the operation has freed blocks."""
 
     @wraps(operation)
     async def method(self: "MemoryStore", pool_id: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
         ledger = self.ledger(pool_id)
         num_freed_before = ledger.blocks.num_freed
-        result = operation(ledger, *args, **kwargs)
+        result: T = getattr(ledger, operation.__name__)(*args, **kwargs)
         if ledger.blocks.num_freed != num_freed_before and pool_id in self._room:
             self._room.pop(pool_id).set()
         return result
@@ -133,7 +134,9 @@ class MemoryStore:
     stats = _forwarded(Ledger.stats)
     restore = _forwarded(Ledger.restore)
     reopen = _forwarded(Ledger.reopen)
-    audit = _forwarded(audit)
+
+    async def audit(self, pool_id: str) -> AuditReport:
+        return audit(self.ledger(pool_id))
 
     async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
         return self.ledger(pool_id).holder_infos()[first : first + limit]

@@ -71,6 +71,7 @@ def test_cache_that_could_not_work_is_refused(
 def test_cache_directory_is_for_this_user_alone(tmp_path: Path) -> None:
     """Others could read prompts there, or write KV that a pool believes."""
     check_cached(tmp_path / "made" / "here")
-    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
     with pytest.raises(StartupError, match=r"open to others \(mode 0755\)"):
         check_cached(tmp_path / "open")
