@@ -22,8 +22,9 @@ from bench.tables import markdown
 from blockstore.hashing import root_hash
 from blockstore.redis_registry import RedisRegistry
 from quire.async_client import AsyncClient
+from quire.reports import Pool
 from quire.sockets import living_sockets
-from quire.types import Pool, Sampling
+from quire.types import Sampling
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket
 from services.runtime.secret import Secret

@@ -31,7 +31,8 @@ from pathlib import Path
 from bench.tables import markdown, totals
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.types import Sampling, Worker
+from quire.reports import Worker
+from quire.types import Sampling
 from tests.e2e.decoders import decoders, until_two_serve
 from tests.e2e.deployment import Deployment, serving
 from tests.e2e.quiet import quiet

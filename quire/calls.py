@@ -14,7 +14,8 @@ from quire.addresses import DEFAULT_ADDRESS
 from quire.connections import Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Embedding, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Upgrade, Worker
+from quire.reports import Model, Pool, PoolAudit, Scaled, Upgrade, Worker
+from quire.types import Embedding, Prompt, Sampling
 from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,

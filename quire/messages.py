@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from google.protobuf.message import Message
 
 from quire.errors import InvalidRequest, ServerError
+from quire.reports import Worker, WorkerState
 from quire.types import (
     Beam,
     Candidate,
@@ -25,8 +26,6 @@ from quire.types import (
     StructuredOutput,
     TokenLogprobs,
     Usage,
-    Worker,
-    WorkerState,
 )
 from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2
 from quire.worker_names import worker_name

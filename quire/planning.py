@@ -19,7 +19,7 @@ _MAX_GROWTH = 2
 
 
 class Figures(Protocol):
-    """The load that a worker reports (`quire.types.Worker`, `blockstore.registry.Load`)."""
+    """The load that a worker reports (`quire.reports.Worker`, `blockstore.registry.Load`)."""
 
     @property
     def num_running(self) -> float: ...

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
 from blockstore.redis.connection import translate_errors
 from blockstore.redis.server import Server
-from blockstore.redis.task_cancellation import cancel_task
+from blockstore.task_cancellation import cancel_task
 
 RECONNECT_S = 0.05
 

@@ -32,7 +32,7 @@ from redis.exceptions import RedisError, ResponseError
 from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
 from blockstore.redis.connection import Command, ask, read_reply, translate, translate_errors
 from blockstore.redis.server import Server
-from blockstore.redis.task_cancellation import cancel_task
+from blockstore.task_cancellation import cancel_task
 
 MAX_IN_FLIGHT = 128
 """The most commands of one exchange: enough to hide the round trip, few enough to be sent again

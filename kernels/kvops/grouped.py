@@ -44,7 +44,7 @@ class GroupedWeight:
     num_inputs: int
     codes: Tensor
     """uint8 [N, bytes of an output]. Integers of eight bits have the zero point 128; fp8 codes are
-    the bits of e4m3 numbers and fp4 codes those of e2m1 numbers, without a zero point."""
+    the bits of e4m3 numbers, and fp4 codes of e2m1 numbers, without a zero point."""
     scales: Tensor
     """int32 [groups, N]: the bits of an fp32 scale, or for codes of four bits those of an fp16
     scale below those of an fp16 zero point; for fp4 [chunks, N]: the exponents of the four blocks

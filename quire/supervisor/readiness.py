@@ -7,9 +7,9 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError, Unreachable
+from quire.reports import Model, Pool, Worker
 from quire.sockets import living_sockets
 from quire.supervisor.models import ROLES, ModelOptions
-from quire.types import Model, Pool, Worker
 
 _POLL_S = 0.05
 _REMIND_S = 10.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
+from quire.reports import Worker
 from quire.sockets import living_sockets
 from quire.supervisor.child import Child
-from quire.types import Worker
 
 _ANSWER_S = 2.0
 """How long a gateway may take to list the workers, or a worker to begin to take a role."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
+from quire.reports import Upgrade
 from quire.sockets import living_sockets, operations_socket
 from quire.supervisor.child import Child, ChildSpec, Stage
 from quire.supervisor.models import ROLES
 from quire.supervisor.roles import Roles
 from quire.supervisor.worker_scaler import WorkerScaler
-from quire.types import Upgrade
 
 _POLL_S = 0.1
 GATEWAY_START_S, WORKER_START_S = 60.0, 600.0

@@ -4,10 +4,10 @@ or drains those that have run the shortest."""
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from quire.reports import Scaled, Worker
 from quire.supervisor.child import Child, ChildSpec
 from quire.supervisor.models import ROLES
 from quire.supervisor.options import MAX_SERVICES
-from quire.types import Scaled, Worker
 
 
 class WorkerScaler:

@@ -146,9 +146,9 @@ class Runner:
         return self._last
 
     def _to_pool(self, states: Tensor) -> Tensor:
-        """What a pooler adds up. On a CPU these are the states of a row, so that chunks change no
-        bit. A device, which rounds by the batch anyway, adds them itself: the copy of all states to
-        the host would hold up every row of the step."""
+        """Return the states of a row for its pooler. On a CPU these are all of them, so that chunks
+        change no bit. A device, which rounds by the batch anyway, adds them up itself: the copy of
+        all states to the host would hold up every row of the step."""
         if self.computes_at_launch:
             return states.float()
         return states.sum(dim=0, keepdim=True, dtype=torch.float64)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from quire import types
-from quire.types import Model, RetainAnswer, Sampling, Usage
+from quire.reports import Model
+from quire.types import RetainAnswer, Sampling, Usage
 from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
 from services.model.structured.structure import Structure

@@ -92,7 +92,7 @@ def _readers(kind: Any) -> dict[str, Read]:
 
 
 def _reader(name: str, hint: Any) -> Read:
-    """What reads a field of this type."""
+    """Return the function that reads a field of this type."""
     get = attrgetter(name)
     if isinstance(hint, UnionType):
         (given,) = (each for each in get_args(hint) if each is not NoneType)

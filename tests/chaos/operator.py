@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.types import Pool
+from quire.reports import Pool
 from tests.chaos.limits import AUDIT_S, RELEASE_S
 from tests.waiting import until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
-from quire.types import Worker
+from quire.reports import Worker
 from tests.waiting import until
 
 from .deployment import Deployment

@@ -9,7 +9,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.types import Worker
+from quire.reports import Worker
 from tests.waiting import until
 
 from .deployment import Deployment

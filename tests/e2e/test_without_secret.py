@@ -18,7 +18,8 @@ from blockstore.redis_registry import encode
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.async_client import AsyncClient
-from quire.types import Sampling, Worker
+from quire.reports import Worker
+from quire.types import Sampling
 from quire.v1 import (
     decode_pb2,
     decode_pb2_grpc,

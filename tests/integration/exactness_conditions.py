@@ -11,7 +11,8 @@ from quire.types import Beam, Sampling
 from services.gateway.api import RetainDirective
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
-from .exactness_deployment import DeployedWorker, ExactnessDeployment
+from .exactness_deployment import DeployedWorker
+from .exactness_disturbances import DisturbedDeployment
 from .models_oracle import random_prompt
 
 NUM_TOKENS = 24
@@ -25,17 +26,17 @@ PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4
 BATCH = 64
 
-Disturbance = Callable[[ExactnessDeployment, DeployedWorker], Awaitable[None]]
+Disturbance = Callable[[DisturbedDeployment, DeployedWorker], Awaitable[None]]
 
 
 # ── the conditions ───────────────────────────────────────────────────────────────────────────────
 
 
-async def undisturbed(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def undisturbed(deployment: DisturbedDeployment, request: Request) -> Answer:
     return await deployment.ask(request)
 
 
-async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def in_a_batch(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The request runs in the middle of a batch, with requests of all strategies that outlast
     it."""
     (prefill,), (decode,) = deployment.prefills, deployment.decoders
@@ -86,7 +87,7 @@ def companions(num_sequences: int) -> list[Request]:
 
 
 async def disturbed(
-    deployment: ExactnessDeployment, request: Request, *disturbances: Disturbance
+    deployment: DisturbedDeployment, request: Request, *disturbances: Disturbance
 ) -> Answer:
     """The answer to a request that is disturbed every few tokens, and has not ended by then."""
     every = PAUSE_EVERY // 2 if deployment.setting.speculates else PAUSE_EVERY
@@ -102,26 +103,26 @@ async def disturbed(
     return await call.answer()
 
 
-async def preemption(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def preemption(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The prefix cache still has the blocks of the preempted request."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
+    answer = await disturbed(deployment, request, DisturbedDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
 
 
-async def preemption_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def preemption_without_cache(deployment: DisturbedDeployment, request: Request) -> Answer:
     deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
+    answer = await disturbed(deployment, request, DisturbedDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert deployment.prefills[0].num_seen > 2 * len(PROMPT)
     return answer
 
 
-async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def swapping(deployment: DisturbedDeployment, request: Request) -> Answer:
     """Every block is copied to the swap pool and back: one token of each sequence is computed."""
     deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
+    answer = await disturbed(deployment, request, DisturbedDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     num_out = sum(decode.figure("swapped_out_blocks") for decode in deployment.decoders)
     assert deployment.prefills[0].figure("swapped_in_blocks") == num_out > 4
@@ -129,33 +130,33 @@ async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
     return answer
 
 
-async def drain(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def drain(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The request moves with its blocks, and nothing is computed again."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.drain)
+    answer = await disturbed(deployment, request, DisturbedDeployment.drain)
     assert deployment.num_moves == 1
     assert all(decode.forward.seen for decode in deployment.decoders)
     assert deployment.prefills[0].num_seen == len(PROMPT)
     return answer
 
 
-async def crash(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def crash(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The prefix cache still has the blocks that the dead worker had finished."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
+    answer = await disturbed(deployment, request, DisturbedDeployment.kill)
     assert [decode.running.done() for decode in deployment.decoders].count(True) == 1
     assert all(decode.forward.seen for decode in deployment.decoders)
     assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
 
 
-async def crash_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def crash_without_cache(deployment: DisturbedDeployment, request: Request) -> Answer:
     deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
+    answer = await disturbed(deployment, request, DisturbedDeployment.kill)
     assert all(decode.forward.seen for decode in deployment.decoders)
     assert deployment.prefills[0].num_seen >= 2 * len(PROMPT)
     return answer
 
 
-async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def crash_in_its_prompt(deployment: DisturbedDeployment, request: Request) -> Answer:
     deployment.pause(deployment.prefills, every=1)
     call = deployment.call(request)
     paused = await deployment.until_paused(deployment.prefills)
@@ -167,20 +168,20 @@ async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request)
     return answer
 
 
-async def all_disturbances(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def all_disturbances(deployment: DisturbedDeployment, request: Request) -> Answer:
     answer = await disturbed(
         deployment,
         request,
-        ExactnessDeployment.preempt,
-        ExactnessDeployment.drain,
-        ExactnessDeployment.kill,
+        DisturbedDeployment.preempt,
+        DisturbedDeployment.drain,
+        DisturbedDeployment.kill,
     )
     assert (answer.usage.num_preemptions, deployment.num_moves) == (1, 1)
     assert all(decode.forward.seen for decode in deployment.decoders)
     return answer
 
 
-async def prefix_of_another(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def prefix_of_another(deployment: DisturbedDeployment, request: Request) -> Answer:
     """Another request has the same first two and a half blocks."""
     sampling = Sampling(seed=SEED + 1, max_tokens=20, ignore_eos=True)
     await deployment.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
@@ -189,30 +190,30 @@ async def prefix_of_another(deployment: ExactnessDeployment, request: Request) -
     return answer
 
 
-async def prefix_of_its_own(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def prefix_of_its_own(deployment: DisturbedDeployment, request: Request) -> Answer:
     cold, answer = await deployment.ask(request), await deployment.ask(request)
     assert cold == answer
     assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {0, 32}
     return answer
 
 
-async def explained(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def explained(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The answer carries its figures, and the story is read while the request runs."""
     stories = list[str]()
 
-    async def explain(_: ExactnessDeployment, paused: DeployedWorker) -> None:
+    async def explain(_: DisturbedDeployment, paused: DeployedWorker) -> None:
         stories.append(deployment.explain("told"))
         deployment.go_on()
 
     asked = replace(request, request_id="told", include_metrics=True)
-    answer = await disturbed(deployment, asked, ExactnessDeployment.preempt, explain)
+    answer = await disturbed(deployment, asked, DisturbedDeployment.preempt, explain)
     assert "preempted" in stories[0]
     assert answer.usage.metrics is not None
     assert answer.usage.metrics.decode_ms > 0
     return answer
 
 
-async def retained(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def retained(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The request asks for what `cache_control` does, and its prefix outlives all other blocks."""
     deployment.retain = (RetainDirective(300),)
     cold = await deployment.ask(request)
@@ -224,7 +225,7 @@ async def retained(deployment: ExactnessDeployment, request: Request) -> Answer:
     return answer
 
 
-async def retained_by_a_dead_worker(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def retained_by_a_dead_worker(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The worker that computed the retained prefix dies before the other blocks are evicted."""
     deployment.retain = (RetainDirective(300),)
     await deployment.ask(request)
@@ -237,7 +238,7 @@ async def retained_by_a_dead_worker(deployment: ExactnessDeployment, request: Re
     return answer
 
 
-async def blocks_from_files(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def blocks_from_files(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The third request reads the blocks that were written for the second one, unless it has to
     compute them for the logprobs of its prompt."""
     (prefill,) = deployment.prefills
@@ -253,9 +254,9 @@ async def blocks_from_files(deployment: ExactnessDeployment, request: Request) -
     return answer
 
 
-async def role_change(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def role_change(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The request moves away from a decode worker, which then computes it again as prefill."""
-    changes = ExactnessDeployment.change_role, ExactnessDeployment.preempt
+    changes = DisturbedDeployment.change_role, DisturbedDeployment.preempt
     answer = await disturbed(deployment, request, *changes)
     first, changed = deployment.prefills
     assert (answer.usage.num_preemptions, deployment.num_moves) == (1, 1)
@@ -264,39 +265,39 @@ async def role_change(deployment: ExactnessDeployment, request: Request) -> Answ
     return answer
 
 
-async def upgrade(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def upgrade(deployment: DisturbedDeployment, request: Request) -> Answer:
     """The request moves to a worker of the next version, on the same pool."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.upgrade)
+    answer = await disturbed(deployment, request, DisturbedDeployment.upgrade)
     assert deployment.num_moves == 1
     assert deployment.decoders[-1].forward.seen
     assert not deployment.prefills[-1].forward.seen
     return answer
 
 
-async def upgrade_to_other_weights(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def upgrade_to_other_weights(deployment: DisturbedDeployment, request: Request) -> Answer:
     """Workers of another fingerprint compute the request again from its tokens."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.upgrade_to_other_weights)
+    answer = await disturbed(deployment, request, DisturbedDeployment.upgrade_to_other_weights)
     assert deployment.num_moves == 0
     assert deployment.prefills[-1].num_seen > len(PROMPT)
     assert deployment.decoders[-1].forward.seen
     return answer
 
 
-async def chunks(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def chunks(deployment: DisturbedDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
     num_chunks = math.ceil(len(PROMPT) / deployment.setting.chunk)
     assert len(deployment.prefills[0].forward.seen) == num_chunks > 1
     return answer
 
 
-async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def threads(deployment: DisturbedDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
     lanes = {worker.forward.num_lanes for worker in (*deployment.prefills, *deployment.decoders)}
     assert lanes == {deployment.setting.num_threads}
     return answer
 
 
-async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def lateness(deployment: DisturbedDeployment, request: Request) -> Answer:
     """A step is launched before the tokens of the last one are known, except for beams: the host
     chooses which of them go on."""
     answer = await deployment.ask(request)
@@ -305,7 +306,7 @@ async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
     return answer
 
 
-async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def blocks(deployment: DisturbedDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
     num_blocks = math.ceil((len(PROMPT) + 1) / deployment.setting.block_size)
     assert {row.num_blocks for row in deployment.prefills[0].forward.seen} == {num_blocks}

@@ -35,7 +35,7 @@ from .exactness_conditions import (
     upgrade,
     upgrade_to_other_weights,
 )
-from .exactness_deployment import ExactnessDeployment
+from .exactness_disturbances import DisturbedDeployment
 from .exactness_setting import Setting
 
 NUM_SWAP_BLOCKS = 400
@@ -45,7 +45,7 @@ ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beam
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    run: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
+    run: Callable[[DisturbedDeployment, Request], Awaitable[Answer]]
     setting: Setting = field(default=Setting())
 
 

@@ -18,12 +18,12 @@ from tests.exactness import Answer
 from tests.late_device import LateForward
 
 from .exactness_conditions import PROMPT, SPECULATING, STRATEGIES
-from .exactness_deployment import ExactnessDeployment
+from .exactness_disturbances import DisturbedDeployment
 from .exactness_matrix import ADAPTED, CELLS, CONDITIONS, Condition
 from .exactness_model import Logits, Models
 from .exactness_setting import Setting
 
-Open = Callable[[Setting], AbstractAsyncContextManager[ExactnessDeployment]]
+Open = Callable[[Setting], AbstractAsyncContextManager[DisturbedDeployment]]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def opened(models: Models, tmp_path: Path) -> Open:
     numbers = count()
 
     @asynccontextmanager
-    async def opened(setting: Setting) -> AsyncIterator[ExactnessDeployment]:
+    async def opened(setting: Setting) -> AsyncIterator[DisturbedDeployment]:
         directory = tmp_path / str(next(numbers))
         directory.mkdir()
-        deployment = ExactnessDeployment(directory, models, setting, PROMPT)
+        deployment = DisturbedDeployment(directory, models, setting, PROMPT)
         await deployment.open()
         try:
             yield deployment

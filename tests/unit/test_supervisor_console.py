@@ -4,11 +4,11 @@ import io
 import re
 from dataclasses import replace
 
+from quire.reports import Model, Pool
 from quire.supervisor.banner import banner
 from quire.supervisor.console import Console
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import Serving
-from quire.types import Model, Pool
 
 
 class Terminal(io.StringIO):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire.reports import Worker
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.crowding import crowding
 from quire.supervisor.worker_scaler import WorkerScaler
-from quire.types import Worker
 
 
 @dataclass

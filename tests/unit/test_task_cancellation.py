@@ -2,7 +2,7 @@
 
 import asyncio
 
-from blockstore.redis.task_cancellation import cancel_task
+from blockstore.task_cancellation import cancel_task
 
 
 async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:

@@ -199,8 +199,8 @@ class FlashInferKernels(TritonKernels):
 
 
 def graph_bytes(step: AttentionStep, num_sms: int) -> int:
-    """The bytes of the partial results of a graph's programs, of which each has a tile of queries
-    of one KV head: as many as fill the GPU, or at least one for each tile that rows can begin."""
+    """The bytes of the partial results of a graph's programs. Each program has a tile of queries of
+    one KV head. There are as many as fill the GPU, or one for each tile that rows can begin."""
     shape, num_rows = step.shape, len(step.last_page_lens)
     group = shape.num_heads // shape.num_kv_heads
     lines = group * (step.graph_query_len or 1)  # of the longest row

@@ -126,7 +126,7 @@ def _weights(codes, words, FORM: tl.constexpr):
         zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         value = (codes.to(tl.int32) << 19 | 0x41800000).to(tl.float32, bitcast=True)  # 16 + code
         return value * scale[:, None] - ((zero + 16) * scale)[:, None]
-    if FORM == "fp4":  # e2m1, whose bits are those of an fp16 number / 2^14, and an exponent
+    if FORM == "fp4":  # e2m1, with the bits of an fp16 number / 2^14, and an exponent
         bits = codes.to(tl.int16)
         value = ((bits & 8) << 12 | (bits & 7) << 9).to(tl.float16, bitcast=True).to(tl.float32)
         scale = ((words & 0xFF) << 23).to(tl.float32, bitcast=True)

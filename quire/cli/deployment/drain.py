@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.errors import NotFound
-from quire.types import Worker
+from quire.reports import Worker
 
 
 def drain(

@@ -6,7 +6,7 @@ from typer import Argument, Option, Typer
 
 from quire.cli.flags import Json, OperationsFlags, with_flags
 from quire.cli.output import Columns, print_items
-from quire.types import Model
+from quire.reports import Model
 
 app = Typer(help="Load, list and unload LoRA adapters.", no_args_is_help=True, add_completion=False)
 

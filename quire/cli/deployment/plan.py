@@ -13,7 +13,7 @@ from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
 from quire.errors import QuireError
 from quire.planning import INTER_TOKEN_S, TTFT_S, divided, held_share, plan_decode, plan_prefill
-from quire.types import Pool, Worker
+from quire.reports import Pool, Worker
 
 if TYPE_CHECKING:
     from quire.client import Client

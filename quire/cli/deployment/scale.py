@@ -8,7 +8,7 @@ from typer import Argument, BadParameter, Option
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
 from quire.errors import Unavailable
-from quire.types import Scaled
+from quire.reports import Scaled
 from quire.worker_names import role_of
 
 if TYPE_CHECKING:

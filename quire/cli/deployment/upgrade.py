@@ -8,7 +8,7 @@ from quire.cli.output import print_json
 from quire.errors import Unavailable, Unreachable
 
 if TYPE_CHECKING:
-    from quire.types import Upgrade
+    from quire.reports import Upgrade
 
 _POLL_S = 0.2
 _PATIENCE_S = 10.0

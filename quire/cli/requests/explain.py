@@ -50,7 +50,8 @@ def explain(
 
 
 def _told_by_any(gateway: OperationsFlags, about: str | Request) -> tuple[str, ...]:
-    """What the first gateway tells that knows the request. Raises the error of the last one."""
+    """The story by the first gateway that knows the request. Raises the last gateway's error if
+    none does."""
     failure: QuireError | None = None
     for address in (addresses := gateway.addresses).split(","):
         try:

@@ -7,7 +7,7 @@ from typer import Option
 
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
-from quire.types import PoolAudit
+from quire.reports import PoolAudit
 
 _COLUMNS: Columns[PoolAudit] = {
     "POOL": lambda found: found.pool_id,

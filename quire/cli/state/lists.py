@@ -4,8 +4,8 @@ import time
 
 from quire.cli.flags import GatewayFlags, Json, OperationsFlags
 from quire.cli.output import Columns, percent, print_items
+from quire.reports import Model, Pool, Worker
 from quire.sizes import format_size
-from quire.types import Model, Pool, Worker
 from quire.worker_names import worker_name
 
 _MODEL_COLUMNS: Columns[Model] = {

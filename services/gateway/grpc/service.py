@@ -8,7 +8,8 @@ from typing import Any
 from grpc import aio
 
 from quire.progress import ACCEPTED_METADATA
-from quire.types import Beam, Candidate, Model, Usage
+from quire.reports import Model
+from quire.types import Beam, Candidate, Usage
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (

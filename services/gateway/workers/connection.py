@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 from grpc import StatusCode, aio
 
-from blockstore.redis.task_cancellation import cancel_task
 from blockstore.registry import Member
+from blockstore.task_cancellation import cancel_task
 from quire.v1 import worker_pb2
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire

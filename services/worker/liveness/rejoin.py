@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from blockstore.errors import UnknownWorker, WorkerFenced
-from blockstore.redis.task_cancellation import cancel_task
+from blockstore.task_cancellation import cancel_task
 from services.runtime.logging import get_logger
 from services.runtime.starting import importing
 from services.worker.config import WorkerSettings

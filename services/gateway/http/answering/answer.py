@@ -65,9 +65,7 @@ class Answer:
                 if delta.usage is not None:
                     usages.append(delta.usage)
         whole = {
-            index: replace(
-                joined(gained[index]), prompt=prompts.get(index // self.body.num_choices)
-            )
+            index: joined(gained[index], prompts.get(index // self.body.num_choices))
             for index in sorted(gained)
         }
         choices = [
