@@ -1,7 +1,8 @@
-"""The pool's arena on the GPU: zeroes, stores, copies, forks, swaps."""
+"""The pool's arena on the GPU: zeroes, stores, copies, forks, swaps, files."""
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from bench.gpu.check import Check, Failed, Machine, Passed, compare, same_bits
 from kvops import Backend
 from services.engine.pool import KVPool
 from services.pool.layout import PoolLayout
+from services.worker.file_cache.pool_blocks import pool_blocks
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 4, 8, 64, 16
 MIN_SWAP_BYTES_PER_S = 4e9
@@ -25,6 +27,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "copies read every source first", lambda: _copies(machine, ops)
     yield "a fork continues in a copy of its block", lambda: _forks(machine, ops, reference)
     yield "blocks swapped to the host and back", lambda: _swaps(machine, ops)
+    yield "blocks through the buffer of a file cache", lambda: _files(machine)
     yield "swapping beside a step", lambda: _swap_speed(machine, ops)
 
 
@@ -137,6 +140,27 @@ def _swaps(machine: Machine, ops: Backend) -> Passed:
     ops.copy_blocks(arena, there.flip(1), host)
     same_bits(arena, before, "the arena after a round trip")
     return Passed(f"{len(arena)} blocks, {arena.nbytes / 1e6:.0f} MB")
+
+
+def _files(machine: Machine) -> Passed:
+    """Each block's bytes become the block after it."""
+    arena = _arena(machine, 8)
+    before = arena.copy_(_random(arena)).clone()
+    blocks = pool_blocks(arena)
+    for block_id in range(8):
+        content = bytes(blocks.content(block_id))
+        if content != before[block_id].cpu().view(-1).view(torch.uint8).numpy().tobytes():
+            raise Failed(f"the bytes of block {block_id} differ")
+    for block_id in range(7, 0, -1):
+        content = bytes(blocks.content(block_id - 1))
+        blocks.fill(block_id, partial(_write, content))
+    same_bits(arena, before[[0, 0, 1, 2, 3, 4, 5, 6]], "the arena")
+    return Passed("8 blocks")
+
+
+def _write(content: bytes, target: memoryview) -> bool:
+    target[:] = content
+    return True
 
 
 def _swap_speed(machine: Machine, ops: Backend) -> Passed:

@@ -24,7 +24,8 @@ from services.worker.cpu.place import Place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.drafting import speculation
 from services.worker.file_cache.block_files import BlockFiles
-from services.worker.file_cache.file_cache import FileCache, blocks_of
+from services.worker.file_cache.file_cache import FileCache
+from services.worker.file_cache.pool_blocks import pool_blocks
 from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard
 from services.worker.loading import LoadedModel, new_runner
@@ -78,7 +79,8 @@ async def make_parts(
     if (root := settings.cache_directory) is not None:
         budget = settings.cache_budget, settings.num_expected_workers
         in_files = BlockFiles(root, loaded.layout.fingerprint, own.worker_id, *budget)
-        files = FileCache(in_files, own.stamps, blocks_of(own.pool.kv), metrics, guard.check)
+        blocks = partial(pool_blocks, own.pool.kv)
+        files = FileCache(in_files, own.stamps, blocks, metrics, guard.check)
         stack.callback(files.close)
     grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
     grammars.warm_up()

@@ -48,11 +48,8 @@ def check_cache(settings: "WorkerSettings", config: ModelConfig) -> None:
     directory, budget = settings.cache_directory, settings.cache_budget
     if directory is None:
         return
-    if settings.device != "cpu" or settings.tensor_parallel_size > 1:
-        raise StartupError(
-            "cache_directory: only pools in the host's memory whose workers have one rank keep "
-            "blocks in files"
-        )
+    if settings.tensor_parallel_size > 1:
+        raise StartupError("cache_directory: only workers of one rank keep blocks in files")
     if settings.secret is None and settings.secret_file is None:
         raise StartupError(
             "cache_directory without secret or secret_file: hashes of blocks depend on the secret, "

@@ -207,13 +207,13 @@ async def run_chaos(
     num_cases: int | None = None,
 ) -> Report:
     """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`.
-    `device`: cpu, with blocks in files too, or memfd:0, whose pool is kept like a GPU's.
+    `device` is cpu, or memfd:0, whose pool is kept like a GPU's; blocks are kept in files, too.
     `num_cases`: as for `inject_faults`."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(closing(RedisServer(directory)))
-        files = ("--cache-directory", str(directory / "cache")) if device == "cpu" else ()
+        files = "--cache-directory", str(directory / "cache")
         args = (*workers, *MEMORY, *files, "--redis-url", redis.url, "--device", device)
         model, link = chaos_model(directory), directory / "served"
         link.symlink_to(model)

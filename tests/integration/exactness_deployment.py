@@ -43,7 +43,8 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
 from services.worker.file_cache.block_files import BlockFiles
-from services.worker.file_cache.file_cache import FileCache, blocks_of
+from services.worker.file_cache.file_cache import FileCache
+from services.worker.file_cache.pool_blocks import HostBlocks
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
@@ -253,7 +254,7 @@ class ExactnessDeployment:
         if not self.setting.keeps_files:
             return None
         files = BlockFiles(self._directory / "cache", "fingerprint", name, 1 << 30, 1)
-        return FileCache(files, stamps, blocks_of(arena), metrics, compares_costs=False)
+        return FileCache(files, stamps, lambda: HostBlocks(arena), metrics, compares_costs=False)
 
     async def _swap_pool(
         self, membership: Any, metrics: WorkerMetrics, ops: Any

@@ -1,55 +1,14 @@
-"""Copies between a GPU and the host, on a stand-in for a CUDA stream, which copies nothing until a
-caller waits for it, and then all that is queued."""
-
-from collections import deque
-from collections.abc import Callable
+"""Copies between a GPU and the host, on a stand-in for a CUDA stream."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvops.copying import StagedCopies
+from tests.late_stream import LateStream
 
 PAIRS = [(5, 0), (1, 4), (2, 5), (0, 2), (7, 7), (3, 1), (4, 3)]
 BLOCK = (2, 2, 4, 1, 8)
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 4
-
-
-class LateStream:
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.most_queued = 0
-        self._queue: deque[tuple[Tensor, Tensor]] = deque()
-        self._num_done = 0
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.buffers.append(torch.full(shape, float("nan"), dtype=dtype))
-        return self.buffers[-1]
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Only the host's side of a copy uses pinned buffers."""
-        pinned = [
-            any(b.data_ptr() <= t.data_ptr() < b.data_ptr() + b.nbytes for b in self.buffers)
-            for t in (target, source)
-        ]
-        assert sum(pinned) == 1
-        self._queue.append((target, source))
-        self.most_queued = max(self.most_queued, len(self._queue))
-
-    def mark(self) -> Callable[[], object]:
-        number = self._num_done + len(self._queue)
-
-        def wait() -> None:
-            while self._num_done < number:
-                target, source = self._queue.popleft()
-                target.copy_(source)
-                self._num_done += 1
-
-        return wait
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._queue
 
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 2, 4, 7])

@@ -18,9 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 
-import torch
-from torch import Tensor
-
 from blockstore.records import Allocation, PrefixHash
 from services.pool.stamps import Stamps, StampState
 from services.protocol.block_keys import BlockKeys, BlockSpan
@@ -28,6 +25,7 @@ from services.protocol.ticket import Ticket
 from services.runtime.logging import get_logger
 from services.runtime.metrics import WorkerMetrics
 from services.worker.file_cache.block_files import BadFile, BlockFiles, BlockName
+from services.worker.file_cache.pool_blocks import PoolBlocks
 from services.worker.swap.pool import Fetched
 
 _MAX_ASKED = 1 << 18
@@ -48,14 +46,14 @@ log = get_logger(__name__)
 
 
 class FileCache:
-    """Keeps and fetches blocks of one pool. `blocks` is the KV of each block, as bytes. Without
+    """Keeps and fetches blocks of one pool. `blocks` gives a thread the pool's KV. Without
     `compares_costs`, reading always counts as worthwhile."""
 
     def __init__(
         self,
         files: BlockFiles,
         stamps: Stamps,
-        blocks: Callable[[int], memoryview],
+        blocks: Callable[[], PoolBlocks],
         metrics: WorkerMetrics,
         check_fence: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +61,7 @@ class FileCache:
     ) -> None:
         self._files = files
         self._stamps = stamps
-        self._blocks = blocks
+        self._blocks_to_fill, self._blocks_to_keep = blocks(), blocks()
         self._metrics = metrics
         self._check_fence = check_fence
         self._clock = clock
@@ -145,7 +143,8 @@ class FileCache:
             parent = span.hashes[number - 1] if number else span.parent
             name = BlockName(span.hashes[number], parent, span.tokens_of(number), number)
             try:
-                if self._is_closing or not self._files.read(name, self._blocks(target)):
+                read_file = partial(self._files.read, name)
+                if self._is_closing or not self._blocks_to_fill.fill(target, read_file):
                     break
             except BadFile as error:
                 log.error("file_cache_corrupt", reason=str(error))
@@ -172,10 +171,10 @@ class FileCache:
         if stamp.state is not StampState.COMMITTED or stamp.prefix_hash != prefix_hash:
             return
         name = BlockName(prefix_hash, stamp.parent, stamp.token_ids, number)
-        kv = self._blocks(block_id)
         try:
             if self._files.touch(prefix_hash, number):
                 return
+            kv = self._blocks_to_keep.content(block_id)
             if self._files.write(name, kv, lambda: self._stamps.record(block_id) == record):
                 self._metrics.file_cache_written_blocks.inc()
         except OSError as error:
@@ -185,9 +184,3 @@ class FileCache:
             self._paused_until = self._clock() + _PAUSE_S
         else:
             self._paused_until = 0.0
-
-
-def blocks_of(kv: Tensor) -> Callable[[int], memoryview]:
-    """The bytes of each block of a pool in the host's memory."""
-    rows = kv.view(torch.uint8).view(len(kv), -1).numpy()
-    return lambda block_id: memoryview(rows[block_id])

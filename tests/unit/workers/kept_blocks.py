@@ -4,10 +4,12 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from services.runtime.metrics import WorkerMetrics
 from services.worker.file_cache.block_files import BlockFiles
 from services.worker.file_cache.file_cache import FileCache
+from services.worker.file_cache.pool_blocks import HostBlocks
 
 from .fake_pools import FakePools
 
@@ -20,10 +22,7 @@ class SlotBytes(MutableMapping[int, tuple[int, int]]):
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.values_of = np.full((num_blocks * block_size, 2), -1, np.int64)
-        self.blocks = self.values_of.view(np.uint8).reshape(num_blocks, -1)
-
-    def block(self, block_id: int) -> memoryview:
-        return memoryview(self.blocks[block_id])
+        self.blocks = HostBlocks(torch.from_numpy(self.values_of).view(num_blocks, -1))
 
     def __getitem__(self, slot: int) -> tuple[int, int]:
         position, token = map(int, self.values_of[slot])
@@ -49,8 +48,8 @@ def file_cache(cache: Path, pools: FakePools, metrics: WorkerMetrics, worker_id:
     arena, spec = pools.arena, pools.spec
     if not isinstance(arena.slots, SlotBytes):
         arena.slots = SlotBytes(spec.num_blocks, spec.block_size)
-    files = BlockFiles(cache, FINGERPRINT, worker_id, BUDGET, 2)
-    return FileCache(files, arena.stamps, arena.slots.block, metrics, compares_costs=False)
+    files, blocks = BlockFiles(cache, FINGERPRINT, worker_id, BUDGET, 2), arena.slots.blocks
+    return FileCache(files, arena.stamps, lambda: blocks, metrics, compares_costs=False)
 
 
 def kept(cache: Path) -> list[Path]:

@@ -136,7 +136,8 @@ class Alone:
         files = BlockFiles(cache, FINGERPRINT, "prefill-1", BUDGET, 1)
         self.metrics, self.check_fence = WorkerMetrics(CollectorRegistry()), Mock()
         checks = self.check_fence, self.clock
-        self.files = FileCache(files, self.stamps, self.block, self.metrics, *checks)
+        blocks = Mock(content=self.block)
+        self.files = FileCache(files, self.stamps, lambda: blocks, self.metrics, *checks)
 
     def keep(self) -> None:
         num_asked = self.clock.call_count

@@ -47,7 +47,7 @@ def test_pool_needs_room_for_four_blocks(changes: dict[str, str], fewest_bytes: 
 
 
 def check_cached(directory: Path, **changes: Any) -> None:
-    fields = {"device": "cpu", "tensor_parallel_size": 1, "secret": "s" * 16, "secret_file": None}
+    fields = {"tensor_parallel_size": 1, "secret": "s" * 16, "secret_file": None}
     fields |= {"num_expected_workers": 2, "cache_budget": 8 * 368_640, **changes}
     check_cache(settings(cache_directory=directory, **fields), config())
 
@@ -55,8 +55,7 @@ def check_cached(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cuda:0"}, "only pools in the host's memory"),
-        ({"tensor_parallel_size": 2}, "whose workers have one rank"),
+        ({"tensor_parallel_size": 2}, "only workers of one rank"),
         ({"secret": None}, "the next run would not find any"),
         ({"cache_budget": 8 * 368_640 - 1}, "too small: at least 2.81 MiB"),
     ],
