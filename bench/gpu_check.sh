@@ -3,6 +3,7 @@
 #
 #   bench/gpu_check.sh               one line for each check; results in gpu_check.json, of $OUT if that is set
 #   bench/gpu_check.sh --dry-run     the same checks, tiny, in Triton's interpreter on the CPU
+#   bench/gpu_check.sh --only loads  one group of them, with all the time
 #   bench/gpu_check.sh --json FILE   another file for the results
 #
 # Needs Python with PyTorch, NumPy and Triton (PYTHON: which Python; default python3), installs

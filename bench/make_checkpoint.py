@@ -104,6 +104,18 @@ SHAPES = {
     "medium": _MEDIUM,
     # Qwen3-0.6B
     "0.6b": replace(_MEDIUM, num_layers=28, head_dim=128, vocab_size=151_936),
+    # Qwen3-8B
+    "8b": replace(
+        _MEDIUM,
+        num_layers=36,
+        hidden_size=4096,
+        num_heads=32,
+        head_dim=128,
+        intermediate_size=12_288,
+        vocab_size=151_936,
+        tied=False,
+        shards=9,
+    ),
     # four of the 48 layers of Qwen3-30B-A3B
     "30b-a3b-4-layers": replace(
         _MEDIUM,

@@ -35,6 +35,7 @@ GROUPS = {
     "decode": 150,
     "speed": 150,
     "deployment": 180,
+    "loads": 400,  # makes and loads 16 GB of weights
 }
 """Group -> its limit in seconds; what matters most comes first."""
 
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="tiny, interpreted, on the CPU")
     folder = Path(os.environ.get("OUT", "."))
     parser.add_argument("--json", type=Path, default=folder / "gpu_check.json", help="results")
+    parser.add_argument("--only", choices=GROUPS, help="this group, after the environment")
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.group:
@@ -71,6 +73,8 @@ def main() -> int:
     group = ""
     try:
         for group, limit_s in GROUPS.items():
+            if args.only not in (None, group) and group != "environment":
+                continue
             left_s = TOTAL_S - (time.monotonic() - began)
             with closing(_group(group, args.dry_run, min(limit_s, left_s))) as found:
                 for result in found:

@@ -85,6 +85,13 @@ class Machine:
         self.synchronize()
         return seconds
 
+    def copy_rate(self) -> float:
+        """Bytes that a copy within the GPU's memory reads and writes per second."""
+        num_bytes = self.pick(1 << 30, 1 << 16)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * num_bytes / self.seconds(lambda: target.copy_(source))
+
     def synchronize(self) -> None:
         if not self.dry_run:
             torch.cuda.synchronize()

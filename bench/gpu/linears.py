@@ -12,7 +12,6 @@ import kvops
 from bench.gpu import experts
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits, worst
 from bench.gpu.experts import randn
-from bench.gpu.speed import copy_rate
 from kvops import Backend, fp8
 from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
@@ -151,7 +150,7 @@ def _graph(machine: Machine, ops: Backend) -> Passed:
 
 def _speed(machine: Machine, ops: Backend, kind: Kind) -> Passed:
     """Of the four linears together, with random codes."""
-    copied, seconds, num_bytes = copy_rate(machine), dict[str, float](), 0
+    copied, seconds, num_bytes = machine.copy_rate(), dict[str, float](), 0
     for n, k in machine.pick(QWEN3_8B, ((64, 256),)):
         weight = _random(kind, n, k, machine.device)
         num_bytes += weight.codes.nbytes + weight.scales.nbytes

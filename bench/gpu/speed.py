@@ -47,7 +47,7 @@ def _backend(machine: Machine, name: str, in_fp8: bool = False) -> Backend:
 
 
 def _decode(machine: Machine, name: str, in_fp8: bool = False) -> Passed:
-    ops, copied = _backend(machine, name, in_fp8), copy_rate(machine)
+    ops, copied = _backend(machine, name, in_fp8), machine.copy_rate()
     item_bytes, least = (1, MIN_COPY_SHARE_FP8) if in_fp8 else (2, MIN_COPY_SHARE)
     figures: dict[str, float | str] = {"copy_bytes_per_s": copied}
     slow = []
@@ -120,14 +120,6 @@ def _shape(machine: Machine, ops: Backend, in_fp8: bool = False) -> AttentionSha
     block_size = 256 if ops.name == "flash" else 16
     kv_dtype = torch.float8_e4m3fn if in_fp8 else machine.half
     return AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, machine.half, kv_dtype)
-
-
-def copy_rate(machine: Machine) -> float:
-    """Bytes read and written per second."""
-    num_bytes = machine.pick(1 << 30, 1 << 16)
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=machine.device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / machine.seconds(lambda: target.copy_(source))
 
 
 def _matmul_rate(machine: Machine) -> float:
