@@ -22,7 +22,10 @@ from .conftest import POOL_MEMORY, Oracle
 from .hosts import Host
 from .test_serving import greedy, prompt
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it may")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "it may"),
+    pytest.mark.timeout(1200),  # compiles the previous version's kernels, beside other tests
+]
 
 VERSIONS = "previous", "this"
 NUM_TOKENS = 24
