@@ -297,6 +297,18 @@ def test_request_beyond_the_pool_is_told_the_context_and_the_room() -> None:
     )
 
 
+@pytest.mark.parametrize("asked", [None, 1])
+def test_prompt_that_fills_the_context_leaves_none_to_generate(asked: int | None) -> None:
+    pools = served_by(num_blocks=5000).specs
+    assert resolve_max_tokens(4095, asked, 4096, pools, 1) == 1
+    with pytest.raises(PromptTooLong) as refused:
+        resolve_max_tokens(4096, asked, 4096, pools, 1)
+    assert str(refused.value) == (
+        "This model's maximum context length is 4096 tokens. However, the prompt has 4096 tokens, "
+        "which leave none to generate"
+    )
+
+
 async def test_embedding_beyond_the_context_is_not_told_of_a_token_to_generate(
     harness: Any,
 ) -> None:
