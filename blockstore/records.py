@@ -37,7 +37,7 @@ class Allocation:
     def cached(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]] = ()
     ) -> dict[PrefixHash, int]:
-        """Return the block of each hash that was found; the arguments are those of `allocate`."""
+        """Return the block of each hash that was found. The arguments are as for `allocate`."""
         runs = (branch[:run] for branch, run in zip(branches, self.runs, strict=False))
         found = dict.fromkeys(chain(hashes[: self.num_cached_blocks], *runs))
         return dict(zip(found, self.block_ids, strict=False))

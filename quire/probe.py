@@ -3,8 +3,8 @@
 
     usage: probe.py PORT
 
-The port is that of a service's metrics, or the HTTP port of a gateway without TLS. The script
-imports only sockets, and none of the environment's packages (-IS): a check runs every few seconds.
+PORT is a service's port for metrics, or the HTTP port of a gateway without TLS. The script imports
+only sockets, and none of the environment's packages (-IS): a check runs every few seconds.
 """
 
 import sys

@@ -33,7 +33,7 @@ def explain(
     With --prompt nothing is sent to the model: it tells what would happen now.
 
     A gateway remembers the last 4,096 requests that it served. All gateways of the run are asked,
-    or those of --address HOST:PORT,HOST:PORT. The key of a user sees the user's own.
+    or the gateways that --address HOST:PORT,HOST:PORT names. The key of a user sees the user's own.
     """
     if (request_id is None) == (prompt is None):
         raise BadParameter("give a request's id, or a prompt's file with --prompt")

@@ -44,7 +44,7 @@ class PrefixFlags:
     ] = None
     ttl: Annotated[str, Option(metavar="TIME", help="5m, 1h, 24h, or a number of seconds")] = "1h"
     model: Annotated[str, Option(metavar="NAME", help="needed if several models are served")] = ""
-    cache_salt: Annotated[str, Option(metavar="SALT", help="that of the requests")] = ""
+    cache_salt: Annotated[str, Option(metavar="SALT", help="the salt of the requests")] = ""
 
     def body(self) -> dict[str, Any]:
         if bool(self.prompt) == (self.messages is not None):

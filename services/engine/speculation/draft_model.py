@@ -28,10 +28,10 @@ _MOST_DRAFTS = 64
 """How many drafts make a chance, of a sequence and of all of them. Of a few, a chance would often
 be so low by accident that none were tried any more."""
 _RETURN, _REVIVAL = 0.05, 0.0002
-"""With each step of a sequence without drafts: by which share of the distance its chance returns to
-that of all sequences, if it is lower, and that of all to the first one. So drafts that failed are
-tried again now and then: in the long run that costs at most _REVIVAL * _FIRST_CHANCE * _MOST_DRAFTS
-of the time, 0.9 %."""
+"""Shares of a distance. With each step of a sequence without drafts, its own chance returns by the
+first share towards the chance of all sequences, if it is lower, and that chance by the second share
+towards `_FIRST_CHANCE`. So drafts that failed are tried again now and then: in the long run
+that costs at most _REVIVAL * _FIRST_CHANCE * _MOST_DRAFTS of the time, 0.9 %."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Cache:
 
     def verify(self, tokens: Seq[int]) -> list[bool]:
         """Which of the drafts have become tokens, up to the first that has not. Counts their KV,
-        but not that of the last token: the next draft is drawn after it."""
+        but not the KV of the last token: the next draft is drawn after it."""
         right: list[bool] = []
         new = tokens[self.num_computed : self.num_computed + len(self.drafted)]
         for draft, token in zip(known(self.drafted), new, strict=False):
