@@ -53,7 +53,7 @@ def clients(
             host.start("block_manager")
             host.start("gateway", PORT=str(port), HTTP_PORT="none")
             for role in ("prefill", "decode"):
-                host.start(role, MODEL_NAME=version)
+                host.start(role, MODEL_NAME=version, BACKEND="reference")
             clients[version] = stack.enter_context(Client(f"127.0.0.1:{port}"))
         for host in hosts:
             host.wait_for("prefill", "worker_ready")
