@@ -49,6 +49,12 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         description="[ranks of a worker](gpu.md#tensor-parallelism), processes that divide the "
         "model's weights and KV heads: 1, 2, 4 or 8, the same for all workers of a pool",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="several ranks on GPUs add up their parts in "
+        "[one fixed order](gpu.md#deterministic-sums), as they always do on CPUs: slower, and the "
+        "same bits whatever else a step computes",
+    )
     block_size: Annotated[int, Flag("TOKENS")] = Field(
         default=16, ge=1, le=1024, description="tokens of a KV block"
     )

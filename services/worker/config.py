@@ -100,6 +100,11 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         return self.device.startswith("cuda")
 
     @property
+    def sums_in_order(self) -> bool:
+        """Whether ranks add up their parts in one fixed order, as they always do on CPUs."""
+        return self.deterministic or self.tensor_parallel_size == 1 or not self.is_on_gpu
+
+    @property
     def kernels(self) -> str:
         """The backend, `auto` resolved."""
         if self.backend != "auto":

@@ -110,6 +110,8 @@ class _Load:
             "kv_dtype": self.kv_dtype,
             "tensor_parallel_size": str(settings.tensor_parallel_size),
         }
+        if not settings.sums_in_order:
+            kinds["sums"] = "all-reduce"
         numerics = {**backend.numerics(self.dtype), **kinds}
         block_size = settings.block_size
         layout = PoolLayout(
@@ -164,6 +166,7 @@ class _Load:
                 context=settings.max_model_len,
                 block_size=settings.block_size,
                 kv_dtype=DTYPES[self.kv_dtype],
+                sums_in_order=settings.sums_in_order,
                 quantize=settings.kind_to_make,
                 dequantize=self.is_dequantized,
                 keeper=settings.pool_root if self.shared else None,

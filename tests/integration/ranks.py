@@ -59,6 +59,7 @@ class RankedRunner(RecordingRunner):
         shared: SharedWeights | None = None,
         join: Callable[[PoolLayout], Membership] | None = None,
         ops: kvops.Backend | None = None,
+        sums_in_order: bool = True,
     ) -> None:
         """`join`: joins the worker's pool, for other memory than files. `ops`: None: the CPU's."""
         self.ops = ops or kvops.backend("cpu")
@@ -73,6 +74,7 @@ class RankedRunner(RecordingRunner):
             context=None,
             block_size=block_size,
             kv_dtype=DTYPES[kv_dtype] if kv_dtype else dtype,
+            sums_in_order=sums_in_order,
             keeper=directory if shared else None,
         )
         self.ranks = ranks

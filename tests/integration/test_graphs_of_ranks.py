@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import make_checkpoint
@@ -78,29 +80,66 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], ThreadedRa
 
 
 def runner_of(
-    checkpoint: Path, directory: Path, ranks: Ranks, new: Callable[[], Backend], dtype: torch.dtype
+    checkpoint: Path,
+    directory: Path,
+    ranks: Ranks,
+    new: Callable[[], Backend],
+    dtype: torch.dtype,
+    *,
+    sums_in_order: bool = True,
 ) -> RankedRunner:
     """A runner that draws on its device, as on a GPU. Every rank has a backend of its own."""
+    where = checkpoint, directory, ranks, SIZE, NUM_BLOCKS, dtype
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvops, "backend", lambda *_: new())
-        runner = RankedRunner(*(checkpoint, directory, ranks, SIZE, NUM_BLOCKS, dtype), ops=new())
+        runner = RankedRunner(*where, ops=new(), sums_in_order=sums_in_order)
     runner._inputs.is_copied = True
     return runner
+
+
+def noted_exchanges(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int]]]:
+    """The exchanges of each rank from now on, with their numbers of values or rows."""
+    found: dict[int, list[tuple[str, int]]] = {}
+
+    def noted(name: str) -> None:
+        exchange = getattr(Collectives, name)
+
+        def note(self: Collectives, x: Tensor) -> Any:
+            found.setdefault(self.rank, []).append(
+                (name, len(x) if name == "join_logits" else x.numel())
+            )
+            return exchange(self, x)
+
+        monkeypatch.setattr(Collectives, name, note)
+
+    for name in ("sum", "broadcast", "join_logits"):
+        noted(name)
+    return found
 
 
 def launched_kernels() -> Backend:
     return Backend(LaunchedKernels())
 
 
+@pytest.mark.parametrize("sums_in_order", [True, False])
 @pytest.mark.parametrize(("name", "size"), [("qwen3-gqa-tied", 2), ("qwen3-mha-bias", 4)])
 def test_graphs_of_all_ranks_give_the_tokens_of_one(
-    name: str, size: int, crew: Callable[[int], ThreadedRanks], tmp_path: Path
+    name: str,
+    size: int,
+    sums_in_order: bool,
+    crew: Callable[[int], ThreadedRanks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens are those of transformers. Each rank replays the same graphs as often, with its sums
-    in them; prefill steps between them are eager."""
+    in them, in order or all-reduced; prefill steps between them are eager. All ranks exchange the
+    same numbers of bytes in the same order: otherwise NCCL would hang."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS[name])
     ranks = crew(size)
-    runner = runner_of(checkpoint, tmp_path, ranks, launched_kernels, torch.float32)
+    exchanges = noted_exchanges(monkeypatch)
+    runner = runner_of(
+        *(checkpoint, tmp_path, ranks, launched_kernels, torch.float32), sums_in_order=sums_in_order
+    )
     runner.capture_graphs(MAX_ROWS, 0, lambda: ranks.new_graph(0))
     assert [len(graphs) for graphs in ranks.graphs] == [len(ladder(MAX_ROWS))] * size
     found = generate(runner, PROMPTS, [GREEDY] * len(PROMPTS))
@@ -112,6 +151,9 @@ def test_graphs_of_all_ranks_give_the_tokens_of_one(
     assert sum(replays[0]) == 14 + 2  # prompts of one and of two tokens are decode steps too
     assert all(replays[0])
     assert replays == [replays[0]] * size
+    assert sorted(exchanges) == list(range(size))
+    assert {name for name, _ in exchanges[0]} == {"broadcast", "join_logits", "sum"}
+    assert all(others == exchanges[0] for others in exchanges.values())
 
 
 def test_each_rank_plans_attention_of_its_own_heads(

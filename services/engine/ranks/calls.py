@@ -4,24 +4,22 @@ A connection is a pair of Unix sockets. It needs no port, carries descriptors of
 when the process at its other end has ended, however that ended. Calls are executed in their order.
 """
 
-import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from services.engine.ranks.step_call import StepCall
 from services.pool.keeper import close_all
 from services.runtime.errors import StartupError
 
 _POLL_S = 0.1
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Peers:
             connection.close()
 
     def _send(self, call: Call) -> None:
-        octets = bytes(ForkingPickler.dumps(call))
+        octets = encoded(call)
         for connection in self.connections:
             connection.send_bytes(octets)
 
@@ -122,19 +120,24 @@ class Peers:
         return values
 
 
-def packed(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """Integer tensors as one, for one broadcast, with what `unpacked` needs to know."""
-    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return forms, torch.cat([tensor.reshape(-1).long() for tensor in tensors.values()])
+def encoded(call: Call) -> bytes:
+    """The bytes of a call: a letter for its kind, then numbers if it is a part of a step."""
+    match call:
+        case Call("compute", (StepCall() as step,)):
+            return b"S" + step.encode()
+        case Call("logits", (int(num_states),)):
+            return b"L" + num_states.to_bytes(_COUNT_BYTES)
+    return b"C" + bytes(ForkingPickler.dumps(call))
 
 
-def unpacked(forms: Mapping[str, Any], numbers: Tensor) -> dict[str, Tensor]:
-    parts = torch.split(numbers, [math.prod(shape) for shape, _ in forms.values()])
-    return {
-        name: part.to(dtype).view(shape)
-        for (name, (shape, dtype)), part in zip(forms.items(), parts, strict=True)
-    }
-
-
-def num_values(forms: Mapping[str, Any]) -> int:
-    return sum(math.prod(shape) for shape, _ in forms.values())
+def decoded(octets: bytes) -> Call:
+    """The call with these bytes. Raises ValueError if they are no part of a step."""
+    kind, body = octets[:1], octets[1:]
+    if kind == b"C":
+        call: Call = ForkingPickler.loads(body)
+        return call
+    if kind == b"S":
+        return Call("compute", (StepCall.decode(body),), is_answered=False)
+    if kind == b"L" and len(body) == _COUNT_BYTES:
+        return Call("logits", (int.from_bytes(body),), is_answered=False)
+    raise ValueError(f"{len(octets)} bytes of the kind {kind!r} are no call")

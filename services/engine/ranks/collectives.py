@@ -1,8 +1,9 @@
 """The values that the ranks of a worker exchange within a step.
 
-Results have the same bits on all ranks and for any batch: a sum collects all ranks' terms and adds
-them in the order of the ranks, in fp32. An all-reduce would add them in an order that depends on
-the message's size and the value's place in it (law 10).
+Results have the same bits on all ranks. They have the same bits for any batch where a sum collects
+all ranks' terms and adds them in the order of the ranks, in fp32: on CPUs, and on GPUs with the
+setting `deterministic` (law 10). Otherwise GPUs sum by an all-reduce, which moves less and adds in
+an order that depends on the message's size and the value's place in it.
 
 On a GPU an exchange is launched on the stream of the kernels around it (`asyncOp` is off), and so
 becomes part of a CUDA graph that is captured there.
@@ -32,17 +33,27 @@ class Collectives:
     Raises RuntimeError if another rank has ended, or has not answered in time.
     """
 
-    def __init__(self, group: dist.ProcessGroup, vocabularies: Sequence[slice]) -> None:
-        """`vocabularies` has the tokens of each rank."""
+    def __init__(
+        self, group: dist.ProcessGroup, vocabularies: Sequence[slice], *, in_order: bool
+    ) -> None:
+        """`vocabularies` has the tokens of each rank. `in_order` says whether sums add up in the
+        order of the ranks."""
         self.tell: Callable[..., None] | None = None
         """At rank 0: lets the other ranks execute a method of `Rank`."""
         self._group = group
         self._vocabularies = vocabularies
+        self._in_order = in_order
         self.rank = group.rank()
         self._size = group.size()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in their dtype."""
+        """The sum of all ranks' tensors, in their dtype; it may be in the memory of `x`."""
+        if not self._in_order:
+            reducing = dist.AllreduceOptions()
+            reducing.asyncOp = False
+            total = x.contiguous()
+            self._group.allreduce([total], reducing).wait()
+            return total
         parts = x.new_empty(self._size, *x.shape)
         options = AllgatherOptions()
         options.asyncOp = False
@@ -88,7 +99,9 @@ class Collectives:
         self._group.broadcast([octets], options).wait()
 
 
-def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Collectives:
+def connect(
+    meeting: Path, shard: Shard, device: torch.device, timeout_s: float, *, in_order: bool = True
+) -> Collectives:
     """Connect this rank with the others: NCCL on GPUs, gloo on CPUs. All ranks call it with the
     same `meeting`, a new file in a private directory, which may be removed when all have returned.
     Raises RuntimeError if a rank has not come in `timeout_s`."""
@@ -107,7 +120,7 @@ def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float)
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         group = gloo(store, shard.rank, shard.size, options)
     vocabularies = [Shard(shard.config, rank, shard.size).vocabulary for rank in range(shard.size)]
-    found = Collectives(group, vocabularies)
+    found = Collectives(group, vocabularies, in_order=in_order)
     found.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects only now
     return found
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,12 +24,13 @@ from kvops.cuda.vmm import DriverError
 from kvops.native import Lane
 from services.engine.device.graphs import Graph
 from services.engine.device.opening import OpenDevice, lost_device, open_device
-from services.engine.device.steps import ModelSteps, StepFacts, attention_shape
+from services.engine.device.steps import ModelSteps, attention_shape
 from services.engine.models.decoder import ComposedModel, LowRanks
 from services.engine.models.load import load_shard
 from services.engine.pool import Arena, CudaArena, FileArena, KVPool
-from services.engine.ranks.calls import Answer, Call, Descriptor, num_values, unpacked
+from services.engine.ranks.calls import Answer, Call, Descriptor, decoded
 from services.engine.ranks.collectives import connect
+from services.engine.ranks.step_call import StepCall
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
 from services.model.checkpoint.adapter import AdapterFiles
@@ -70,6 +70,9 @@ class ShardPlan:
     """See `ModelConfig.for_context`."""
     block_size: int
     kv_dtype: torch.dtype
+    sums_in_order: bool = True
+    """Whether sums add up in the order of the ranks, so that a sequence has the same bits in any
+    batch; see `collectives`."""
     quantize: Quantization | None = None
     dequantize: bool = False
     keeper: Path | None = None
@@ -139,7 +142,8 @@ class Rank:
         """Connect with the other ranks; all have loaded their shards."""
         plan, config = self._plan, read_model_config(self._plan.model)
         shard = Shard(config, self.number, len(plan.devices))
-        self.model.collectives = connect(plan.meeting, shard, self.model.device, plan.timeout_s)
+        where = plan.meeting, shard, self.model.device, plan.timeout_s
+        self.model.collectives = connect(*where, in_order=plan.sums_in_order)
 
     # Memory.
 
@@ -211,12 +215,10 @@ class Rank:
         """Record steps as graphs, see `ModelSteps.capture`."""
         self._steps.capture(max_rows, max_tokens, self._new_graph)
 
-    def compute(self, forms: dict[str, Any], facts: StepFacts) -> None:
-        """Compute a step, whose tensors follow as one broadcast (`calls.packed`). An adapter in
-        `facts` is its number."""
-        numbers = self._received(num_values(forms), torch.int64)
+    def compute(self, call: StepCall) -> None:
+        """Compute a step, whose tensors follow as one broadcast."""
+        placed, facts = call.unpacked(self._received(sum(call.num_bytes), torch.uint8)), call.facts
         runs = [replace(run, adapter=self._adapters[run.adapter]) for run in facts.adapters]
-        placed = unpacked(forms, numbers)
         self._steps.compute(placed, replace(facts, adapters=tuple(runs)))
 
     def logits(self, num_states: int) -> None:
@@ -255,7 +257,7 @@ def follow(connection: Connection, rank: Rank) -> None:
     with torch.inference_mode():
         while True:
             try:
-                call: Call = connection.recv()
+                call = decoded(connection.recv_bytes())
             except EOFError:
                 return
             descriptors = [recv_handle(connection) for _ in range(call.num_descriptors)]

@@ -8,14 +8,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvops import Backend
 from services.engine.device.graphs import Graph
-from services.engine.device.steps import STEP_TENSORS, ModelSteps, Pairs, StepFacts
+from services.engine.device.steps import ModelSteps, Pairs, StepFacts
 from services.engine.models.decoder import ComposedModel
-from services.engine.ranks.calls import Peers, packed
+from services.engine.ranks.calls import Peers
+from services.engine.ranks.step_call import called
 from services.model.checkpoint.adapter import AdapterFiles
 from services.runtime.errors import StartupError
 
@@ -71,10 +71,10 @@ class SharedSteps(ModelSteps):
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
         """The tensors go from device to device: the host does not wait for tokens that only the
         device knows."""
-        forms, numbers = packed({name: placed[name] for name in STEP_TENSORS if name in placed})
-        self._peers.tell("compute", forms, _with_adapters(facts, attrgetter("number")))
+        call, octets = called(placed, _with_adapters(facts, attrgetter("number")))
+        self._peers.tell("compute", call)
         assert self._shard.collectives is not None
-        self._shard.collectives.broadcast(numbers.view(torch.uint8))
+        self._shard.collectives.broadcast(octets)
         return super().compute(placed, _with_adapters(facts, attrgetter("own")))
 
     def copy_blocks(self, pairs: Pairs) -> None:

@@ -51,3 +51,26 @@ def test_a_wrong_number_of_gpus_is_refused(settings: Settings, device: str, size
 def test_an_invalid_device_is_refused(settings: Settings, device: str) -> None:
     with pytest.raises(StartupError, match="QUIRE_DECODE_DEVICE"):
         settings(device, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "deterministic", "in_order"),
+    [
+        ("cuda:0", 2, "false", False),
+        ("cuda:0", 2, "true", True),
+        ("cuda:0", 1, "false", True),
+        ("cpu", 2, "false", True),
+        ("memfd:0", 2, "false", True),
+    ],
+)
+def test_only_gpus_add_up_in_another_order_than_the_ranks(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    size: int,
+    deterministic: str,
+    in_order: bool,
+) -> None:
+    """Law 10: on a CPU the setting changes nothing."""
+    monkeypatch.setenv("QUIRE_DECODE_DETERMINISTIC", deterministic)
+    assert settings(device, size).sums_in_order == in_order

@@ -1,0 +1,116 @@
+"""The calls between ranks that are part of a step: every step arrives as it was sent, and no bytes
+do anything but fail."""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.engine.device.graphs import GraphShape
+from services.engine.device.steps import STEP_TENSORS, StepFacts
+from services.engine.models.model import AdapterRun
+from services.engine.ranks.calls import Call, decoded, encoded
+from services.engine.ranks.step_call import StepCall, called
+from tests.examples import examples
+
+numbers = st.integers(0, 2**31 - 1)
+runs = st.builds(AdapterRun, numbers, numbers, numbers)
+shapes = st.builds(GraphShape, *[st.integers(1, 512)] * 3)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepFacts, dict[str, Tensor]]:
+    """Facts and tensors as the runner makes them; `page_ids` are there on some backends only."""
+    lens = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    begins = np.cumsum([0, *lens]).astype(np.int32)
+    context = np.array(draw(st.lists(numbers, min_size=len(lens), max_size=len(lens))), np.int32)
+    facts = StepFacts(
+        *(begins, context, draw(numbers)),
+        graph=draw(st.none() | shapes),
+        wants_all=draw(st.booleans()),
+        adapters=tuple(draw(st.lists(runs, max_size=3))),
+    )
+    width, num_wanted = draw(st.integers(0, 5)), draw(st.integers(0, 7))
+
+    def random(*shape: int, dtype: type[np.integer[Any]] = np.int64) -> Tensor:
+        return torch.from_numpy(np.random.default_rng(1).integers(-9, 9, shape, dtype))
+
+    placed = {name: random(int(begins[-1])) for name in ("token_ids", "positions", "slot_mapping")}
+    placed |= {
+        "block_tables": random(len(lens), width, dtype=np.int32),
+        "cu_query_lens": torch.from_numpy(begins),
+        "context_lens": torch.from_numpy(context),
+        "wanted": random(num_wanted),
+        "draft_sources": random(3),  # no tensor of a step: it stays at rank 0
+    }
+    if draw(st.booleans()):
+        placed["page_ids"] = random(draw(st.integers(0, 20)), dtype=np.int32)
+    return facts, placed
+
+
+@settings(max_examples=examples(200))
+@given(steps())
+def test_a_step_arrives_as_it_was_called(step: tuple[StepFacts, dict[str, Tensor]]) -> None:
+    facts, placed = step
+    call, octets = called(placed, facts)
+    there = decoded(encoded(Call("compute", (call,), is_answered=False)))
+    assert (there.method, there.is_answered, there.num_descriptors) == ("compute", False, 0)
+    (found,) = there.arguments
+    assert sum(found.num_bytes) == len(octets)
+    for name in ("num_tokens", "graph", "wants_all", "adapters"):
+        assert getattr(found.facts, name) == getattr(facts, name)
+    for name in ("query_begins", "context_lens"):
+        arrived = getattr(found.facts, name)
+        np.testing.assert_array_equal(arrived, getattr(facts, name))
+        assert (arrived.dtype, arrived.flags.writeable) == (np.int32, True)
+    tensors = found.unpacked(octets)
+    assert tensors.keys() == placed.keys() & set(STEP_TENSORS)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, placed[name])
+        assert tensor.dtype == placed[name].dtype
+
+
+@given(st.integers(0, 2**63))
+def test_a_call_for_logits_has_their_number(num_states: int) -> None:
+    call = Call("logits", (num_states,), is_answered=False)
+    assert decoded(encoded(call)) == call
+
+
+def test_other_calls_arrive_with_all_their_arguments() -> None:
+    call = Call("swap_blocks", (True, ((1, 2), (3, 4))), num_descriptors=2)
+    assert decoded(encoded(call)) == call
+
+
+@settings(max_examples=examples(400))
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_call_are_a_value_error(octets: bytes) -> None:
+    """Pickles apart, which only rank 0 sends, before and after steps."""
+    with pytest.raises(ValueError, match="no call"):
+        decoded(b"?" + octets)
+    for kind in (b"S", b"L"):
+        with suppress(ValueError):
+            decoded(kind + octets)
+
+
+@settings(max_examples=examples(400))
+@given(steps(), st.data())
+def test_a_damaged_step_is_another_step_or_a_value_error(
+    step: tuple[StepFacts, dict[str, Tensor]], data: st.DataObject
+) -> None:
+    call, _ = called(step[1], step[0])
+    octets = bytearray(call.encode())
+    at = data.draw(st.integers(0, len(octets) - 1))
+    octets[at] = data.draw(st.integers(0, 255))
+    octets = octets[: data.draw(st.integers(at, len(octets)))]
+    try:
+        found = StepCall.decode(bytes(octets))
+    except ValueError:
+        return
+    assert len(found.facts.query_begins) == len(found.facts.context_lens) + 1
+    assert min(found.num_bytes, default=0) >= 0
+    assert found.encode() == bytes(octets)
