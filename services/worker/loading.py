@@ -1,5 +1,6 @@
 """Loads the model that the settings name, and derives the pool's layout and the worker's limits."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +41,7 @@ from services.worker.cpu.place import Place
 from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
 from services.worker.limits import PARK_WINDOW_S, Limits
 from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
-from services.worker.ranks.processes import Ranks
+from services.worker.ranks.processes import Ranks, end_worker
 from services.worker.weights_cache import usable_cache
 
 _DRAFT_OVERHEAD_BYTES = 512 << 20
@@ -65,13 +66,25 @@ class LoadedModel:
     draft: LoadedDraft | None = None
 
 
-def load(settings: WorkerSettings, progress: Progress, place: Place | None = None) -> LoadedModel:
+def load(
+    settings: WorkerSettings,
+    progress: Progress,
+    place: Place | None = None,
+    on_rank_end: Callable[[int, int], None] = end_worker,
+) -> LoadedModel:
     """Load the model. Blocks the thread until the weights are read, and calls `progress` several
-    times a second, which may raise to stop the load. Raises StartupError.
+    times a second, which may raise to stop the load. Raises StartupError; if it raises, ranks that
+    were started have ended.
 
-    `place` is None if the worker divides no CPUs with others.
+    `place` is None if the worker divides no CPUs with others; `on_rank_end` is as in `Ranks`.
     """
-    return _Load(settings, progress, place).load()
+    loading = _Load(settings, progress, place)
+    try:
+        return loading.load(on_rank_end)
+    except BaseException:
+        if loading.ranks is not None:
+            loading.ranks.close()
+        raise
 
 
 class _Load:
@@ -100,11 +113,11 @@ class _Load:
         self.shared = self._shared_weights()
         self.ranks: Ranks | None = None
 
-    def load(self) -> LoadedModel:
+    def load(self, on_rank_end: Callable[[int, int], None]) -> LoadedModel:
         settings, config, place, backend = self.settings, self.config, self.place, self.backend
         draft_plan = plan_draft(settings, config, self.kv_dtype)
         with place.weights.interleaved() if place else nullcontext():
-            model = self._model()
+            model = self._model(on_rank_end)
         kinds = {
             "quantize": settings.computed_kind(config) or "none",
             "kv_dtype": self.kv_dtype,
@@ -148,13 +161,12 @@ class _Load:
             draft=draft,
         )
 
-    def _model(self) -> Model:
+    def _model(self, on_rank_end: Callable[[int, int], None]) -> Model:
         """The model in this process, or divided among ranks, which are started."""
         settings, dtype, backend = self.settings, self.dtype, self.backend
         if settings.tensor_parallel_size > 1:
-            self.ranks = Ranks(
-                settings.tensor_parallel_size, settings.log_level, settings.log_format
-            )
+            logs = settings.log_level, settings.log_format
+            self.ranks = Ranks(settings.tensor_parallel_size, *logs, on_rank_end)
             plan = ShardPlan(
                 model=settings.model.resolve(),
                 dtype=dtype,

@@ -29,6 +29,7 @@ from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.new_weights import read_again
 from services.worker.parts import KeptParts, make_parts
 from services.worker.pool_worker import PoolWorker
+from services.worker.ranks.processes import end_worker
 from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 
@@ -210,6 +211,8 @@ class WorkerProcess:
         """Read the weights again while the worker serves. Returns whether they are others. Raises
         InvalidRequest."""
         assert self._loaded is not None
+        if self._next is not None and self._next.ranks is not None:  # another worker had refused
+            await asyncio.to_thread(self._next.ranks.close)
         self._next = None
         read = partial(read_again, self._settings, self._loaded, place=self._place)
         self._next = await self._read(read)
@@ -225,6 +228,11 @@ class WorkerProcess:
             await asyncio.sleep(_OTHERS_CHECK_S)
         if self._loaded and self._loaded.weights and self._loaded.weights.kept:
             self._loaded.weights.kept.close()
+        if self._loaded and self._loaded.ranks:
+            gc.collect()  # CUDA graphs of the old steps, before the connection that they use ends
+            await asyncio.to_thread(self._loaded.ranks.close)
+        if self._next and self._next.ranks:
+            self._next.ranks.on_end = end_worker
         self._loaded, self._next = self._next, None
 
 

@@ -98,6 +98,10 @@ class Collectives:
         options.asyncOp = False
         self._group.broadcast([octets], options).wait()
 
+    def abort(self) -> None:
+        """End the connection without the other ranks. No exchange may be in flight."""
+        self._group.abort()
+
 
 def connect(
     meeting: Path, shard: Shard, device: torch.device, timeout_s: float, *, in_order: bool = True

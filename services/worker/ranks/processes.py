@@ -20,6 +20,7 @@ from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.models.decoder import ComposedModel
 from services.engine.ranks.calls import Peers
+from services.engine.ranks.collectives import Collectives
 from services.engine.ranks.rank import Rank, ShardPlan
 from services.engine.ranks.shared_steps import DividedAdapters, SharedSteps
 from services.engine.weights.packed_file import Progress
@@ -48,9 +49,7 @@ def end_worker(rank: int, status: int) -> None:
 
 class Ranks:
     """The ranks of this worker: rank 0 is this process, which starts the others. They live as long
-    as it does; a worker that rejoins its pool keeps them.
-
-    `on_end(rank, exit status)` is called, in a thread, when a rank ends before `close`.
+    as it does, or until it has new weights: a worker that rejoins its pool keeps them.
     """
 
     gpu_uuids: Sequence[str] = ()
@@ -65,8 +64,11 @@ class Ranks:
         on_end: Callable[[int, int], None] = end_worker,
     ) -> None:
         self.size = size
-        self._on_end = on_end
+        self.on_end = on_end
+        """The function that a thread calls, with the rank and its exit status, when a rank ends
+        before `close`."""
         self._closed = False
+        self._collectives: Collectives | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         connections = []
         for rank in range(1, size):
@@ -117,7 +119,8 @@ class Ranks:
         finally:
             rmtree(meeting)
         assert own.model.collectives is not None
-        own.model.collectives.tell = self.peers.tell
+        self._collectives = own.model.collectives
+        self._collectives.tell = self.peers.tell
         self.adapters = DividedAdapters(own.model, self.peers)
         return own.model
 
@@ -175,6 +178,8 @@ class Ranks:
     def close(self) -> None:
         """End the other ranks, and wait for their end."""
         self._closed = True
+        if self._collectives is not None:
+            self._collectives.abort()  # NCCL would wait for ranks that have ended
         self.peers.close()
         for process in self._processes:
             process.wait()
@@ -188,4 +193,4 @@ class Ranks:
         rank = ranks[poll.poll()[0][0]]
         status = self._processes[rank - 1].wait()
         if not self._closed:
-            self._on_end(rank, status)
+            self.on_end(rank, status)
