@@ -53,6 +53,13 @@ class Member:
     """A description of the computation: backend, dtype, isa, threads."""
     pid: int = 0
     """The process of the service, on its host."""
+    mix: bool = False
+    """Whether this decode worker prefills, too."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles in which gateways use the member."""
+        return ("prefill", "decode") if self.mix else (self.role,)
 
 
 class AdapterList(Protocol):

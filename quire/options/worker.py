@@ -145,6 +145,12 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         description="tokens computed in one step, at least max_num_seqs; default: 512, on a GPU "
         "8192, or max_num_seqs where that is more",
     )
+    mix: bool = Field(
+        default=False,
+        description="decode workers prefill, too, in the steps that decode, and `quire serve` "
+        "starts no prefill workers: for [prefill and decode on one GPU]"
+        "(gpu.md#prefill-and-decode-in-one-worker)",
+    )
     speculative_config: Annotated[
         SpeculativeConfig | None,
         BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from services.engine.batch import Fault, Wait
 from services.engine.forward import Flight, ForwardPass, known
@@ -47,6 +48,15 @@ class LaunchedStep:
     """The time that its drafts took since `began`, and for which the device waited."""
 
 
+class RetiredStep(NamedTuple):
+    """A step that the device has computed."""
+
+    num_tokens: int
+    duration_s: float
+    has_prompts: bool
+    """Whether it computed tokens of prompts, and not only decoded."""
+
+
 class Engine:
     """Runs the groups of one worker. It knows nothing of stores, streams and gateways."""
 
@@ -56,7 +66,6 @@ class Engine:
         scheduler: Scheduler,
         stamps: Stamps,
         *,
-        one_token: bool,
         look_ahead: int,
         speculation: Speculation | None = None,
         check_fence: Callable[[], None] = lambda: None,
@@ -67,13 +76,10 @@ class Engine:
         self._check_fence = check_fence
         """Called before a step is launched and after its end on the device. It raises if the worker
         may no longer write, or no longer use what it has read."""
-        self._one_token = one_token
-        """Whether a sequence stops after its first drawn token, as at a prefill worker. Its group
-        leaves the engine when all sequences of the group have stopped."""
-        self._look_ahead = 1 if one_token else look_ahead
-        """The number of tokens beyond the end of a sequence for which the engine asks for blocks. A
-        prefill worker acquires all blocks before."""
-        self._speculation = None if one_token else speculation
+        self._look_ahead = look_ahead
+        """The number of tokens beyond the end of a sequence for which the engine asks for
+        blocks."""
+        self._speculation = speculation
         """The source of drafts; None if no row gets drafts."""
         self._launched: deque[LaunchedStep] = deque()
         self._retired_at = 0.0
@@ -85,9 +91,9 @@ class Engine:
 
     def delay_s(self, waited_s: float) -> float:
         """Return the seconds that the thread may wait for further commands before the next step,
-        which has been delayed by `waited_s` already. Decode steps never wait, and no step waits
-        while another is in flight: then it is 0."""
-        if not self._one_token or self._launched:
+        which has been delayed by `waited_s` already. Steps that decode never wait, and no step
+        waits while another is in flight: then it is 0."""
+        if self._launched or self._scheduler.decodes:
             return 0.0
         return self._batching_delay.delay_s(self._scheduler.num_uncomputed, waited_s)
 
@@ -167,8 +173,6 @@ class Engine:
         for command in commands:
             if isinstance(command, Admit):
                 command.group.is_started = command.is_started
-                if self._one_token:
-                    command.group.stop_after_draws()
                 self._scheduler.add(command.group)
                 continue
             group = self._scheduler.get(command.key)
@@ -198,8 +202,8 @@ class Engine:
         self._changed.pop(group.key, None)
         return Removed(group.key, group.ticket_sequences(), group.beams)
 
-    def _retire(self, step: LaunchedStep) -> tuple[int, float]:
-        """Wait for a step and apply its results. Returns its number of tokens and its duration."""
+    def _retire(self, step: LaunchedStep) -> RetiredStep:
+        """Wait for a step and apply its results."""
         results = step.flight.result()
         self._check_fence()
         for group in step.groups.values():
@@ -215,10 +219,11 @@ class Engine:
         self._batching_delay.observe(num_tokens, duration_s)
         if self._speculation is not None:
             self._speculation.retired(step.batch, num_accepted, duration_s, step.spent)
-        return num_tokens, duration_s
+        has_prompts = any(one.num_tokens > 1 or one.group.one_token for one in step.batch)
+        return RetiredStep(num_tokens, duration_s, has_prompts)
 
     def _report(
-        self, removed: tuple[Removed, ...], retired: Seq[tuple[int, float]], *, is_busy: bool
+        self, removed: tuple[Removed, ...], retired: Seq[RetiredStep], *, is_busy: bool
     ) -> StepOutcome:
         """Report the changed groups. The end of a group in flight, by itself or by a fault, is
         reported later: once no flight touches its blocks."""
@@ -231,12 +236,15 @@ class Engine:
                 advances.append(self._advance(group))
             elif not group.num_flights:
                 failed.append(self._fail_group(group, group.fault))
+        of_prompts = [step for step in retired if step.has_prompts]
         return StepOutcome(
             tuple(advances),
             tuple(failed),
             removed,
-            num_tokens=sum(num_tokens for num_tokens, _ in retired),
-            duration_s=sum(duration_s for _, duration_s in retired),
+            num_tokens=sum(step.num_tokens for step in retired),
+            duration_s=sum(step.duration_s for step in retired),
+            num_tokens_with_prompts=sum(step.num_tokens for step in of_prompts),
+            with_prompts_s=sum(step.duration_s for step in of_prompts),
             is_busy=is_busy,
         )
 
@@ -262,5 +270,5 @@ class Engine:
         for block in completed:
             self._stamps.complete(*block)
         advance.remaining = remaining
-        advance.wanted_blocks = 0 if self._one_token else wanted_blocks
+        advance.wanted_blocks = 0 if group.one_token else wanted_blocks
         return advance

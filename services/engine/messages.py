@@ -88,6 +88,9 @@ class StepOutcome:
     num_tokens: int = 0
     """The number of tokens that the retired steps computed in `duration_s`."""
     duration_s: float = 0.0
+    num_tokens_with_prompts: int = 0
+    """The number of tokens that the retired steps with prompts computed in `with_prompts_s`."""
+    with_prompts_s: float = 0.0
     is_busy: bool = False
     """Whether a step was launched or retired, so that the next one may have work."""
 

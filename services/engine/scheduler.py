@@ -17,6 +17,12 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
     drafts: Drafts = ()
 
+    @property
+    def decodes(self) -> bool:
+        """Whether this is the next token of a text, and not a prompt's last one for a worker that
+        only prefills."""
+        return self.num_tokens == 1 and not self.group.one_token
+
 
 _SHORTEST_SHARE = 4
 """While more tokens wait than fit into a step, a quarter of the budget goes to the sequences that
@@ -26,7 +32,9 @@ need fewest tokens, so that a long prompt does not delay short ones. The rest is
 class Scheduler:
     """Schedules at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences a step.
 
-    Nothing tells prefill from decode but the number of tokens: a decoding sequence needs one.
+    Little tells prefill from decode but the number of tokens: a decoding sequence needs one. If
+    more tokens wait than fit into a step, decoding sequences come first, so that prompts beside
+    them delay a token by the time of one full step at most.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -57,27 +65,37 @@ class Scheduler:
         return sum(group.num_uncomputed for group in self._groups.values() if group.is_started)
 
     @property
+    def decodes(self) -> bool:
+        """Whether a group is here that goes on after its first drawn tokens."""
+        return any(not group.one_token for group in self._groups.values())
+
+    @property
     def num_runnable(self) -> int:
         """The number of sequences that could run in the next step."""
         return len(self._runnable())
 
     def next_batch(self) -> list[ScheduledSequence]:
-        """The next step: groups in queue order, sequences of a group by index; the first of them
-        always gets tokens. Sequences of one adapter are neighbours, behind those without one. Empty
-        if nothing can run."""
+        """The next step: groups in queue order, sequences of a group by index; the first of those
+        that decode and the first of the others always get tokens, if the step has room for two.
+        Sequences of one adapter are neighbours, behind those without one. Empty if nothing can
+        run."""
         return sorted(self._chosen(), key=_adapter)
 
     def _chosen(self) -> list[ScheduledSequence]:
         runnable = self._runnable()
         if sum(one.num_tokens for one in runnable) <= self.budget:
             return _fill(runnable[: self._max_num_seqs], self.budget)
-        shortest = sorted(runnable[1:], key=lambda one: one.num_tokens)
-        shortest = shortest[: self._max_num_seqs // _SHORTEST_SHARE]
-        early = _fill(shortest, self.budget // _SHORTEST_SHARE)
+        others = [one for one in runnable if not one.decodes]
+        most = max(1, min(self._max_num_seqs, self.budget) - bool(others))
+        decoding = [one for one in runnable if one.decodes][:most]
+        num_seqs, budget = self._max_num_seqs - len(decoding), self.budget - len(decoding)
+        shortest = sorted(others[1:], key=lambda one: one.num_tokens)
+        shortest = shortest[: num_seqs // _SHORTEST_SHARE]
+        early = _fill(shortest, budget // _SHORTEST_SHARE)
         taken = {one.sequence for one in early}
-        left = self.budget - sum(one.num_tokens for one in early)
-        in_order = [one for one in runnable if one.sequence not in taken]
-        return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
+        left = budget - sum(one.num_tokens for one in early)
+        in_order = [one for one in others if one.sequence not in taken]
+        return decoding + _fill(in_order[: num_seqs - len(early)], left) + early
 
     def _runnable(self) -> list[ScheduledSequence]:
         return [

@@ -65,10 +65,8 @@ class WorkerParts:
 class PoolEngine:
     """The engine thread, and the ordered writes to the store about what it computes."""
 
-    def __init__(
-        self, parts: WorkerParts, one_token: bool, on_outcome: Callable[[StepOutcome], None]
-    ) -> None:
-        """`one_token` is as in `Engine`. The event loop calls `on_outcome` after each step."""
+    def __init__(self, parts: WorkerParts, on_outcome: Callable[[StepOutcome], None]) -> None:
+        """The event loop calls `on_outcome` after each step."""
         self.store, self.limits, self.metrics = parts.store, parts.limits, parts.metrics
         self.swap_pool, self.files, self.tracer = parts.swap_pool, parts.files, parts.tracer
         self.adapters, self.grammars = parts.adapters, parts.grammars
@@ -76,6 +74,10 @@ class PoolEngine:
         self.worker_id, self.pool_id = parts.membership.worker_id, self.spec.pool_id
         self.draining = False
         self.step_meter = StepMeter()
+        self.prompt_meter = StepMeter()
+        """Measures the steps with prompts."""
+        self.job_added = asyncio.Event()
+        """Set when a request comes."""
         loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = loop.create_future()
         """Gets the first error of the engine, the store or a task: it is fatal."""
@@ -87,7 +89,6 @@ class PoolEngine:
             parts.forward,
             Scheduler(self.limits.max_num_batched_tokens, self.limits.max_num_seqs),
             self.stamps,
-            one_token=one_token,
             look_ahead=self.limits.look_ahead,
             speculation=parts.speculation,
             check_fence=parts.check_fence,
@@ -123,6 +124,8 @@ class PoolEngine:
             self.metrics.step_s.observe(outcome.duration_s)
             self.metrics.step_tokens.observe(outcome.num_tokens)
             self.step_meter.add(outcome.duration_s, outcome.num_tokens)
+        if outcome.num_tokens_with_prompts:
+            self.prompt_meter.add(outcome.with_prompts_s, outcome.num_tokens_with_prompts)
         try:
             self._on_outcome(outcome)
         except Exception as error:  # else the rest of the outcome would be lost silently

@@ -1,7 +1,7 @@
 """A worker: an engine on a pool in one of the two roles, with heartbeats, gateways and drain."""
 
 import asyncio
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from blockstore.registry import Role as RoleName
 from quire.worker_names import worker_name
@@ -16,14 +16,14 @@ _DRAIN_INTERVAL_S = 0.05
 
 NextRole = RoleName | Literal["reload"]
 
-R = TypeVar("R", bound=Role[Any])
+R = TypeVar("R", bound=Role)
 
 
 class PoolWorker(PoolEngine, Generic[R]):
     """A worker on one pool, in one event loop."""
 
     def __init__(self, parts: WorkerParts, role: type[R]) -> None:
-        super().__init__(parts, role.one_token, lambda outcome: self.role.on_outcome(outcome))
+        super().__init__(parts, lambda outcome: self.role.on_outcome(outcome))
         self.role: R = role(self)
         self.next_role: NextRole | None = None
         """The role that the worker takes once it is drained; None if it leaves then. RELOAD if it
@@ -37,8 +37,8 @@ class PoolWorker(PoolEngine, Generic[R]):
             *(self.store, self.worker_id, tuple(spec.pool_id for spec in pools)),
             on_beat=lambda: self.metrics.observe_load(self.role.load()),
             on_demands=self.role.preempt,
-            is_idle=lambda: not (self.role.jobs or self.holders.num_returning_waiters),
-            woken=self.role.jobs.added,
+            is_idle=lambda: not (self.role.num_jobs or self.holders.num_returning_waiters),
+            woken=self.job_added,
         )
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class PoolWorker(PoolEngine, Generic[R]):
             raise InvalidRequest(f"{name} drains already, so it takes no other role")
         if role == RELOAD:
             return
-        if self.role.stream is stream_type(role):
+        if stream_type(role) in self.role.streams:
             raise InvalidRequest(f"{name} is a {role} worker already")
         if self._lacks_draft:
             raise InvalidRequest(

@@ -30,7 +30,7 @@ from services.worker.new_weights import read_again
 from services.worker.parts import KeptParts, make_parts
 from services.worker.pool_worker import PoolWorker
 from services.worker.ranks.processes import end_worker
-from services.worker.roles import ROLES
+from services.worker.roles import role_of
 from services.worker.stream import WorkerStream
 
 # The next three add up to less than ENDING_S (services.runtime.config), the time for all
@@ -151,7 +151,7 @@ class WorkerProcess:
         """Serve in `role` until `stop` or until the worker is drained. Returns the role that it is
         to take next; None if it is to leave. `stack` closes what belongs to this role only."""
         await asyncio.to_thread(kept.take_role, self.role)
-        worker = PoolWorker[Any](kept.parts, ROLES[self.role])
+        worker = PoolWorker[Any](kept.parts, role_of(self.role, mix=self._settings.mix))
         engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
         watching = asyncio.create_task(
             watch_steps(lambda: engine.step_in_flight, self._settings.step_limit_s, end)
@@ -178,9 +178,11 @@ class WorkerProcess:
         """Start the gRPC server; return it with the address at which gateways reach it."""
         settings, tls = self._settings, service_tls(self._settings)
         guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-        stream = worker.role.stream
-        server = RpcServer(stream.service_name, guard=guard, tls=tls, health=self._health)
-        stream.add(WorkerStream(worker, self._read_weights), server.aio)
+        streams = worker.role.streams
+        names = [stream.service_name for stream in streams]
+        server = RpcServer(*names, guard=guard, tls=tls, health=self._health)
+        for stream in streams:
+            stream.add(WorkerStream(worker, self._read_weights, stream), server.aio)
         address = settings.address(await server.start(settings.host, settings.port))
         stack.push_async_exit(partial(_end_streams, worker, server))
         await server.set_serving(True)

@@ -11,6 +11,7 @@ from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import LIBRARIES
+from services.protocol.worker_stream import StreamType
 from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.logging import get_logger
 from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
@@ -82,15 +83,19 @@ class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
     If a command raises InvalidRequest, the request that it names fails. `read_weights` reads the
-    weights again, and returns whether they are others than those that are served.
+    weights again, and returns whether they are others than those that are served. `stream` is the
+    service's; None for a worker with one service.
     """
 
     def __init__(
-        self, worker: PoolWorker[Any], read_weights: Callable[[], Awaitable[bool]] = _keep_weights
+        self,
+        worker: PoolWorker[Any],
+        read_weights: Callable[[], Awaitable[bool]] = _keep_weights,
+        stream: StreamType | None = None,
     ) -> None:
         self._worker = worker
         self._read_weights = read_weights
-        self._response = worker.role.stream.response
+        self._response = (stream or worker.role.streams[0]).response
 
     async def Connect(
         self, request_iterator: AsyncIterator[Any], context: Any

@@ -154,7 +154,7 @@ class Deployment:
             worker = PoolWorker[Any](parts, kind)
             await self.stack.enter_async_context(running(worker))
             self.workers.append(worker)
-            address = await self._serve(f"{role}-1", kind.stream.add, WorkerStream(worker))
+            address = await self._serve(f"{role}-1", kind.streams[0].add, WorkerStream(worker))
             await self._announce(f"{role}-1", role, address)
 
     async def _serve(

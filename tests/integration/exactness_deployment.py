@@ -40,6 +40,7 @@ from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.worker_stream import stream_type
 from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
 from services.worker.file_cache.block_files import BlockFiles
@@ -49,7 +50,7 @@ from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
-from services.worker.roles import ROLES
+from services.worker.roles import role_of
 from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
 from tests.drafting import AsMany, SometimesWrong, oracle
@@ -136,7 +137,7 @@ class ExactnessDeployment:
         self._models = models
         self._prompt = prompt
         self._workers: dict[str, DeployedWorker] = {}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[tuple[str, Role], Stream] = {}
         self._calls: list[Call] = []
 
     async def open(self) -> None:
@@ -154,7 +155,7 @@ class ExactnessDeployment:
             *(self.directory, router, self.registry, options, changes),
             *(request_metrics.record_end, Movers(b"").pull),
         )
-        for number in range(setting.num_prefills):
+        for number in range(0 if setting.mix else setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
@@ -218,7 +219,7 @@ class ExactnessDeployment:
         swap_pool = await self._swap_pool(membership, metrics, ops)
         limits = Limits(
             max_num_seqs=128,
-            max_num_batched_tokens=setting.chunk if role == "prefill" else 256,
+            max_num_batched_tokens=setting.chunk if setting.mix or role == "prefill" else 256,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=model.config.vocab_size,
         )
@@ -241,7 +242,7 @@ class ExactnessDeployment:
         forward: Watched,
         request_metrics: CollectorRegistry,
     ) -> DeployedWorker:
-        worker = PoolWorker[Any](parts, ROLES[role])
+        worker = PoolWorker[Any](parts, role_of(role, mix=self.setting.mix))
         running = asyncio.create_task(worker.run())
         found = DeployedWorker(worker, forward, parts, request_metrics, running)
         self._workers[worker.worker_id] = found
@@ -279,6 +280,7 @@ class ExactnessDeployment:
             model_dir=str(self._models.directory),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
+            mix=self.setting.mix,
         )
         await self.registry.announce(member, ttl_s=1e6)
 
@@ -304,12 +306,19 @@ class ExactnessDeployment:
         return answer[number] if number < len(answer) else None
 
     def _connect(self, member: Member) -> Stream:
-        service = WorkerStream(self._workers[member.member_id].worker)
-        self._streams[member.member_id] = Stream(member, service.Connect, self.dispatcher)
-        return self._streams[member.member_id]
+        kind = stream_type(member.role)
+        service = WorkerStream(self._workers[member.member_id].worker, stream=kind)
+        stream = Stream(member, service.Connect, self.dispatcher)
+        self._streams[member.member_id, member.role] = stream
+        return stream
+
+    def streams(self, worker: DeployedWorker) -> list[Stream]:
+        worker_id = worker.worker.worker_id
+        return [stream for (found, _), stream in self._streams.items() if found == worker_id]
 
     def stream(self, worker: DeployedWorker) -> Stream:
-        return self._streams[worker.worker.worker_id]
+        """The last stream to a worker."""
+        return self.streams(worker)[-1]
 
     async def _until_connected(self) -> None:
         """Read the registry, and wait until the gateway is connected to all workers."""

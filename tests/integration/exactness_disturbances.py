@@ -2,11 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from blockstore.registry import Role
 from services.worker.requests.events import HANDED_OVER
+from services.worker.roles.mixed import Mixed
 
 from .exactness_deployment import DeployedWorker, ExactnessDeployment
+
+
+def decode_of(role: Any) -> Any:
+    """The role itself, or the decode role of a worker that mixes."""
+    return role.decode if isinstance(role, Mixed) else role
 
 
 class DisturbedDeployment(ExactnessDeployment):
@@ -21,13 +28,15 @@ class DisturbedDeployment(ExactnessDeployment):
 
     async def preempt(self, paused: DeployedWorker) -> None:
         """Preempt all requests of a paused worker."""
-        paused.worker.role.preempt([job.ticket.holder_id for job in paused.worker.role.jobs])
+        role = paused.worker.role
+        role.preempt([job.ticket.holder_id for job in decode_of(role).jobs])
         self.go_on()
 
     async def drain(self, paused: DeployedWorker, next_role: Role | None = None) -> None:
         """Move all requests of a paused worker to another one, with their blocks."""
         paused.worker.drain(next_role)
-        await self.until(lambda: all(job.ending is HANDED_OVER for job in paused.worker.role.jobs))
+        jobs = decode_of(paused.worker.role).jobs
+        await self.until(lambda: all(job.ending is HANDED_OVER for job in jobs))
         self.go_on()
 
     async def change_role(self, paused: DeployedWorker) -> None:
@@ -74,7 +83,8 @@ class DisturbedDeployment(ExactnessDeployment):
     async def kill(self, paused: DeployedWorker) -> None:
         """Kill a paused worker after the step in flight, whose results reach neither gateway nor
         store."""
-        self.stream(paused).cut()
+        for stream in self.streams(paused):
+            stream.cut()
         await self.registry.withdraw(paused.worker.worker_id)
         paused.running.cancel()
         paused.worker.engine.send(None)  # no other step begins

@@ -9,6 +9,7 @@ from quire.messages import Request
 from tests.exactness import Answer
 from tests.late_device import LateForward
 
+from . import exactness_mixed as mixed
 from .exactness_conditions import (
     STRATEGIES,
     all_disturbances,
@@ -81,10 +82,23 @@ CONDITIONS = {
     "blocks of 1": Condition(blocks, Setting(block_size=1)),
     "blocks of 5": Condition(blocks, Setting(block_size=5)),
     "blocks of 64": Condition(blocks, Setting(block_size=64)),
+    "mixed, alone": Condition(undisturbed, Setting(num_decoders=1, mix=True)),
+    "mixed, among others": Condition(
+        mixed.among_others, Setting(chunk=32, num_decoders=1, mix=True)
+    ),
+    "mixed, preempted": Condition(mixed.preemption, Setting(mix=True)),
+    "mixed, worker dies": Condition(mixed.crash, Setting(mix=True)),
+    "mixed, all of it": Condition(mixed.all_disturbances, Setting(num_decoders=3, mix=True)),
     "late device": Condition(lateness, Setting(device=LateForward)),
     "late device, batch of 64": Condition(in_a_batch, Setting(num_decoders=1, device=LateForward)),
     "late device, drained": Condition(drain, Setting(device=LateForward)),
     "late device, decode worker dies": Condition(crash, Setting(device=LateForward)),
+    "late device, mixed, among others": Condition(
+        mixed.among_others, Setting(chunk=32, num_decoders=1, device=LateForward, mix=True)
+    ),
+    "late device, mixed, all of it": Condition(
+        mixed.all_disturbances, Setting(num_decoders=3, device=LateForward, mix=True)
+    ),
     "late device, all of it": Condition(
         all_disturbances,
         Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward),
@@ -92,7 +106,7 @@ CONDITIONS = {
 }
 for name in (
     *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("all of it", "late device, all of it"),
+    *("all of it", "late device, all of it", "mixed, all of it"),
 ):
     condition = CONDITIONS[name]
     CONDITIONS[f"speculation, {name}"] = replace(
@@ -120,7 +134,7 @@ for name in ("alone", "all of it"):
     )
 WHOLE = (
     *("batch of 64", "preempted, nothing cached", "swapped", "prefill worker dies"),
-    *("all of it", "late device, all of it", "speculation, all of it"),
+    *("all of it", "late device, all of it", "speculation, all of it", "mixed, among others"),
 )
 """The conditions that `make test` runs with every strategy; `make test-full` runs the whole matrix.
 A drain and the death of a decode worker are in "all of it"."""

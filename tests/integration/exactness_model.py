@@ -34,12 +34,14 @@ Logits = dict[tuple[int, int], set[bytes]]
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A row of the compared request. `num_rows`: rows of the whole step. `num_tokens`: tokens of
-    this row. `num_adopted`: those in blocks that another request had computed."""
+    this row. `num_adopted`: those in blocks that another request had computed.
+    `num_step_tokens`: tokens of the whole step."""
 
     num_rows: int
     num_tokens: int
     num_adopted: int
     num_blocks: int
+    num_step_tokens: int
 
 
 class Models:
@@ -134,8 +136,9 @@ class Watched(Runner):
             if key not in void:
                 self.logits_of[key].add(state)
         self._new.clear()
+        num_tokens = sum(len(row.token_ids) for row in rows)
         self.seen += [
-            Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table))
+            Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table), num_tokens)
             for row in ours
         ]
         self._num_steps += bool(ours)

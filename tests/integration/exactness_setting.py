@@ -19,7 +19,8 @@ class Setting:
     verify drafts, and every second draft is wrong. `has_draft_model`: the drafts come from a draft
     model, which is the model itself, and not from the answer that is known. `adapts`: requests name
     a LoRA adapter. `kv_in_int8`: the pools hold keys and values in int8. `keeps_files`: blocks that
-    prompts ask for again are kept in files.
+    prompts ask for again are kept in files. `mix`: the decode workers prefill, too, and there are
+    no prefill workers.
     """
 
     block_size: int = 8
@@ -35,6 +36,7 @@ class Setting:
     adapts: bool = False
     kv_in_int8: bool = False
     keeps_files: bool = False
+    mix: bool = False
 
     @property
     def model(self) -> str:

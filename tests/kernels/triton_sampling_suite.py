@@ -268,7 +268,6 @@ def engine_tokens(
     runner, stamps = LateRunner(90), SimpleNamespace(complete=lambda *block: None)
     engine = Engine(
         *(runner, Scheduler(64, 8), stamps),  # type: ignore[arg-type]
-        one_token=False,
         look_ahead=2,
         speculation=speculation,
     )

@@ -67,7 +67,6 @@ class EngineHost:
         budget: int,
         stamps: Stamps,
         *,
-        one_token: bool,
         speculation: Speculation | None = None,
     ) -> None:
         self.device = device
@@ -75,7 +74,6 @@ class EngineHost:
             device,
             Scheduler(budget, MAX_NUM_SEQS),
             stamps,
-            one_token=one_token,
             look_ahead=LOOK_AHEAD,
             speculation=speculation,
         )
@@ -112,7 +110,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         model = FakeForward(Arena(size, self.stamps))
         self.arena = model.arena
         device = type(self).device
-        self.prefill = EngineHost(device(model), budget, self.stamps, one_token=True)
+        self.prefill = EngineHost(device(model), budget, self.stamps)
         # As in a worker: a step has room for a token of each sequence.
         at_decode = max(budget, MAX_NUM_SEQS)
         self.hosts = {
@@ -120,7 +118,6 @@ class PoolOfGroups(RuleBasedStateMachine):
                 device(model),
                 at_decode,
                 self.stamps,
-                one_token=False,
                 speculation=oracle(_drawn_next) if self.speculates else None,
             )
             for name in DECODERS
@@ -153,6 +150,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         computed = contents.computed_blocks(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
         group = group_class(asked).to_compute(asked, self._rules(asked), new, computed)
+        group.stop_after_draws()
         self.stamps.mark_owned(new, key)
         self.prefill.commands = [Admit(group)]
         running = replace(asked, holder_epoch=1)

@@ -50,7 +50,7 @@ class BeamGroup(Group):
         self._candidates[sequence.index] = logprobs
         if len(self._candidates) == len(self.beams.scores):
             self._step()
-            if self._one_token:
+            if self.one_token:
                 self.stopped, self.sequences = self.sequences, []
 
     def _step(self) -> None:

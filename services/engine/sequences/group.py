@@ -53,7 +53,10 @@ class Group:
         self.num_acquired = num_acquired
         """The number of blocks that the holder ever acquired."""
         self.is_started = True
-        self._one_token = False
+        self.one_token = False
+        """Whether each sequence stops after its first drawn token, as at a prefill worker. The
+        group leaves the engine when all of its sequences have stopped. All of its blocks are
+        acquired before."""
         self.num_flights = 0
         """The number of steps in flight that read or write its blocks."""
         self.is_paused = False
@@ -119,7 +122,7 @@ class Group:
 
     def stop_after_draws(self) -> None:
         """Let each sequence stop after the next token that it draws."""
-        self._one_token = True
+        self.one_token = True
         self.stay_behind()
 
     def stay_behind(self) -> None:
@@ -145,7 +148,7 @@ class Group:
         then to those that will need one for `look_ahead` more tokens. Returns the (source, target)
         pairs to copy before the next step writes."""
         copies = []
-        for ahead in (0, look_ahead) if self._spare else ():
+        for ahead in (0, self._ahead(look_ahead)) if self._spare else ():
             for sequence in self.sequences:
                 if self._spare and self._must_copy(sequence):
                     copies.append(self._copy_on_write(sequence))
@@ -153,6 +156,9 @@ class Group:
                     sequence.block_table.append(self._spare.popleft())
                     self._refs[sequence.block_table[-1]] += 1
         return copies
+
+    def _ahead(self, look_ahead: int) -> int:
+        return 1 if self.one_token else look_ahead
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether other sequences refer to the block that this one writes next. The last one that
@@ -170,7 +176,7 @@ class Group:
 
     def num_wanted(self, look_ahead: int) -> int:
         """How many more blocks its sequences will need soon, those for copies included."""
-        running = [(one, look_ahead) for one in self.sequences]
+        running = [(one, self._ahead(look_ahead)) for one in self.sequences]
         members = running + [(one, 0) for one in self.stopped]
         num_blocks, shared = 0, set[int | None]()
         for one, ahead in members:
@@ -278,7 +284,7 @@ class Group:
         self._advance.tokens.append(Token(sequence.index, position, token, finish, logprobs))
         if finish:
             self.end(sequence)
-        elif self._one_token:
+        elif self.one_token:
             self.sequences.remove(sequence)
             self.stopped.append(sequence)
 

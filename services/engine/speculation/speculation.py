@@ -115,7 +115,7 @@ class Speculation:
     def _chosen(self, batch: Seq[ScheduledSequence]) -> list[tuple[int, int]]:
         """The places of the rows for which drafts pay, and how many; none if a row does not
         decode."""
-        if any(one.num_tokens > 1 for one in batch):
+        if not all(one.decodes for one in batch):
             return []
         most = [min(one.sequence.num_draftable, self.num_tokens) for one in batch]
         places = [place for place, number in enumerate(most) if number > 0]
@@ -131,7 +131,7 @@ class Speculation:
         spent: Drafting,
     ) -> None:
         """Learn from a retired step of `duration_s`, with what was spent on drafts."""
-        if any(one.num_tokens > 1 for one in batch):
+        if not all(one.decodes for one in batch):
             return
         num_drafts = sum(len(one.drafts) for one in batch)
         self._numbers.measured(len(batch), num_drafts, sum(num_accepted), duration_s, spent)

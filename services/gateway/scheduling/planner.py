@@ -32,7 +32,10 @@ class ModelPlan:
 
     def change(self) -> tuple[Member, Role] | None:
         """The worker that should take the other role, and that role: a role lacks a worker that the
-        other one can spare on one of its pools; the least busy one goes."""
+        other one can spare on one of its pools; the least busy one goes. None if there is only one
+        role."""
+        if len(self.roles) < 2:
+            return None
         ways: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
         for role, other in ways:
             lacking, spare = self.roles[role], self.roles[other]
@@ -69,6 +72,8 @@ async def make_plans(
             "prefill": plan_prefill(prefill, ttft_s),
             "decode": plan_decode(decode, inter_token_s, num_waiting(name), held),
         }
+        if not prefill and any(member.mix for member in of_model):
+            del roles["prefill"]  # the decode workers prefill, too
         plans[name] = ModelPlan(of_model, roles)
     return plans
 

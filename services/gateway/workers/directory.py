@@ -6,12 +6,12 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blockstore.errors import BlockStoreError, StoreLost
 from blockstore.records import PoolSpec
-from blockstore.registry import Member, Registry
+from blockstore.registry import Member, Registry, Role
 from blockstore.store import BlockStore
 from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.movers import Movers
@@ -96,12 +96,13 @@ class WorkerDirectory:
         self._movers = movers or Movers(b"")
         self.another_gateway_serves = False
         """Whether another gateway serves, at which this gateway's clients can continue."""
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[tuple[str, Role], Connection] = {}
+        """The connections, by the worker's id and the role in which it is used."""
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
         self.unusable: dict[str, str] = {}
         """Why a worker's pool or model cannot be read, by worker."""
-        self._absent = GraceTimer[str](ABSENT_S, clock)
+        self._absent = GraceTimer[tuple[str, Role]](ABSENT_S, clock)
         self._woken = asyncio.Event()
         self.starting: tuple[Member, ...] = ()
         """The workers that load their model."""
@@ -162,7 +163,9 @@ class WorkerDirectory:
     def is_starting(self, name: str) -> bool:
         """Whether workers of all roles that a model lacks are starting, such as after a crash."""
         missing = set(self._missing_roles(name))
-        starting = {member.role for member in self.starting if member.model == name}
+        starting = {
+            role for member in self.starting if member.model == name for role in member.roles
+        }
         return bool(missing) and missing <= starting
 
     def missing(self, name: str) -> str:
@@ -263,13 +266,18 @@ class WorkerDirectory:
         )
         workers = [member for member in members if member.role in ("prefill", "decode")]
         known, self.starting = self.starting, tuple(m for m in workers if m.state == "starting")
-        present = {m.member_id: m for m in workers if m.state != "starting"}
+        serving = [m for m in workers if m.state != "starting"]
+        present = {(m.member_id, role): replace(m, role=role) for m in serving for role in m.roles}
         if self.starting != known:
             self._on_change()
         absent = self._connections.keys() - present.keys()
-        disconnected = {w for w in absent if not self._connections[w].worker.connected}
-        for worker_id in self._absent.check(absent) | disconnected:
-            await self._remove(worker_id)
+        ids = {member.member_id for member in serving}
+        # It has another role now, at a new address, if it is there and not in this role.
+        gone = {
+            key for key in absent if key[0] in ids or not self._connections[key].worker.connected
+        }
+        for key in self._absent.check(absent) | gone:
+            await self._remove(key)
         for member in present.values():
             await self._add_or_update(member)
         for member in self.starting:  # an error is logged once the worker serves
@@ -277,27 +285,25 @@ class WorkerDirectory:
                 await self._read_model(member.model_dir)
 
     async def close(self) -> None:
-        for worker_id in tuple(self._connections):
-            await self._remove(worker_id)
+        for key in tuple(self._connections):
+            await self._remove(key)
         await self._movers.close()
 
     async def _add_or_update(self, member: Member) -> None:
-        known = self._connections.get(member.member_id)
-        if known is not None and known.worker.member.role != member.role:
-            await self._remove(member.member_id)  # it serves in its new role, at a new address
-            known = None
+        key = member.member_id, member.role
+        known = self._connections.get(key)
         if known is not None:
             if member.state == "draining" and not known.worker.draining:
                 known.worker.draining = True
                 self._on_change()
         elif await self._load_spec_and_model(member):
             log.info("worker_found", worker_id=member.member_id, role=member.role)
-            self._connections[member.member_id] = self._connect(member)
+            self._connections[key] = self._connect(member)
             self._on_change()
 
-    async def _remove(self, worker_id: str) -> None:
-        log.info("worker_gone", worker_id=worker_id)
-        connection = self._connections.pop(worker_id)
+    async def _remove(self, key: tuple[str, Role]) -> None:
+        log.info("worker_gone", worker_id=key[0], role=key[1])
+        connection = self._connections.pop(key)
         self._drop_unused()
         await connection.close()
         self._on_change()

@@ -65,7 +65,9 @@ class Registration:
             protocol_version=PROTOCOL_VERSION,
             model=settings.served_name,
             model_dir=str(settings.model.resolve()),
+            mix=settings.mix and role == "decode",
         )
+        self._mixes = settings.mix
 
     @property
     def worker_id(self) -> str:
@@ -96,6 +98,7 @@ class Registration:
     ) -> None:
         """Report from now on that the worker serves, in this role at this address."""
         self._worker = worker
+        mix = self._mixes and role == "decode"
         self._member = replace(
             self._member,
             role=role,
@@ -104,7 +107,8 @@ class Registration:
             pool_id=worker.pool_id,
             max_model_len=loaded.limits.max_model_len,
             max_num_seqs=loaded.limits.max_num_seqs,
-            engine=loaded.engine,
+            engine=loaded.engine | ({"mix": "true"} if mix else {}),
+            mix=mix,
         )
         self.heartbeat.changed()
 

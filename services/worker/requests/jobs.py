@@ -64,12 +64,12 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """The jobs of a worker. `end(job, ending)` is called when a time limit of a job expires."""
+    """The jobs of a worker in a role. `end(job, ending)` is called when a time limit of a job
+    expires. `added` is set when a job is added."""
 
-    def __init__(self, end: Callable[[J, Ending], None]) -> None:
+    def __init__(self, end: Callable[[J, Ending], None], added: asyncio.Event) -> None:
         self._end = end
-        self.added = asyncio.Event()
-        """Set when a job is added."""
+        self._added = added
         self._jobs: dict[Key, J] = {}
         self._timers: dict[J, list[asyncio.TimerHandle]] = {}
 
@@ -96,7 +96,7 @@ class Jobs(Generic[J]):
 
     def add(self, job: J) -> None:
         self._jobs[job.key] = job
-        self.added.set()
+        self._added.set()
 
     def remove(self, job: J) -> None:
         """Remove a job and cancel its timers. No error if it is not here."""

@@ -50,7 +50,7 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import Key, State
 from services.worker.roles.block_extender import BlockExtender
 from services.worker.roles.decode_job import DecodeJob
-from services.worker.roles.role import Role
+from services.worker.roles.role import SingleRole
 from services.worker.roles.tables import blocks_in_no_table, check_detached
 
 _CONTINUED_ELSEWHERE = "another gateway continues this request"
@@ -58,7 +58,7 @@ _CONTINUED_ELSEWHERE = "another gateway continues this request"
 log = get_logger(__name__)
 
 
-class Decode(Role[DecodeJob]):
+class Decode(SingleRole[DecodeJob]):
     """Takes a request from reservation to end.
 
         reserve -> admit (claim) -> one token of each sequence a step -> finish
@@ -66,8 +66,7 @@ class Decode(Role[DecodeJob]):
     A request may end early at any point, or be handed over: then a worker claims its ticket.
     """
 
-    stream = DECODE
-    one_token = False
+    streams = (DECODE,)
 
     def __init__(self, worker: PoolEngine) -> None:
         super().__init__(worker)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from blockstore.records import PrefixHash
 from blockstore.registry import Load
@@ -31,7 +31,7 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import State
 from services.worker.roles.admission import Admission
 from services.worker.roles.prefill_job import PrefillJob
-from services.worker.roles.role import Role
+from services.worker.roles.role import SingleRole
 from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
@@ -41,7 +41,7 @@ counts for at most 1 / `_LONG_SHARE` of a step. So the next steps are full, shor
 long ones, and requests that are far from their turn hold no blocks."""
 
 
-class Prefill(Role[PrefillJob]):
+class Prefill(SingleRole[PrefillJob]):
     """Takes a request from its ticket without blocks to its ticket with blocks.
 
         submit -> wait for blocks -> compute in chunks -> detach the ticket
@@ -49,8 +49,9 @@ class Prefill(Role[PrefillJob]):
     A request may end early at any point.
     """
 
-    stream = PREFILL
-    one_token = True
+    streams = (PREFILL,)
+    one_token: ClassVar[bool] = True
+    """Whether a sequence stops after its first drawn token: another role continues it."""
 
     def __init__(self, worker: PoolEngine) -> None:
         super().__init__(worker)
@@ -162,7 +163,7 @@ class Prefill(Role[PrefillJob]):
         if swap_pool is not None and swap_pool.holds(job.ticket):
             source = swap_pool
         elif files is not None and files.helps(
-            job.allocation, job.block_keys, self.worker.step_meter.ns_per_token
+            job.allocation, job.block_keys, self.worker.prompt_meter.ns_per_token
         ):
             source = files
         if source is None or job.computes_all:
@@ -203,6 +204,8 @@ class Prefill(Role[PrefillJob]):
         group = group_class(job.ticket).to_compute(
             job.ticket, rules, new, fetched.computed, job.hashes
         )
+        if self.one_token:
+            group.stop_after_draws()
         job.state = State.RUNNING
         job.num_uncomputed = group.num_uncomputed
         num_computed = max(0, job.num_tokens - group.num_uncomputed)
@@ -267,7 +270,7 @@ class Prefill(Role[PrefillJob]):
             sequences=advance.remaining,
             swapped=None,
             beams=advance.beams if advance.remaining else None,
-            prefill_ns_per_token=worker.step_meter.ns_per_token,
+            prefill_ns_per_token=worker.prompt_meter.ns_per_token,
         )
         if advance.remaining:
             self.detach(job, job.prefilled, "issued")

@@ -1,4 +1,5 @@
-"""The common part of both roles: the life of a job from its adapter to its end."""
+"""What a worker does with requests, and the common part of prefill and decode: the life of a job
+from its adapter to its end."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -27,26 +28,20 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import J, Jobs, State
 
 
-class Role(ABC, Generic[J]):
+class Role(ABC):
     """The requests at a worker, and what the worker does with them."""
 
-    stream: ClassVar[StreamType]
-    one_token: ClassVar[bool]
-    """Whether a sequence stops after its first drawn token, see `Engine`."""
+    streams: ClassVar[tuple[StreamType, ...]]
+    """The streams over which gateways send commands; a gateway has a session for each."""
 
     def __init__(self, worker: PoolEngine) -> None:
         self.worker = worker
-        self.jobs: Jobs[J] = Jobs(self.end)
-        self.running: dict[str, J] = {}
-        """The jobs whose blocks the engine uses or is about to use, by holder id."""
 
     # Commands of gateways.
 
+    @abstractmethod
     def execute(self, session: Session, command: Command) -> None:
         """Execute a gateway's command. Raises InvalidRequest if it is for another role."""
-        if not isinstance(command, Abort):
-            raise InvalidRequest(f"{self.worker.worker_id} takes no {type(command).__name__}")
-        self.abort(session, command.request_id, command.attempt, command.index)
 
     @abstractmethod
     def abort(
@@ -61,9 +56,14 @@ class Role(ABC, Generic[J]):
     # What the worker asks.
 
     @property
+    @abstractmethod
+    def num_jobs(self) -> int:
+        """The number of requests at this worker."""
+
+    @property
+    @abstractmethod
     def num_busy(self) -> int:
         """How many requests still need work at this worker; detached tickets do not."""
-        return sum(job.state is not State.DETACHED for job in self.jobs)
 
     @abstractmethod
     def load(self) -> Load:
@@ -77,13 +77,46 @@ class Role(ABC, Generic[J]):
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Loops to run beside the worker's own."""
 
+    @abstractmethod
     def requeue_all(self) -> None:
         """Requeue all requests at their gateways, to be computed again elsewhere."""
+
+    @abstractmethod
+    def preempt(self, holder_ids: Sequence[str]) -> None:
+        """Preempt these holders. The store repeats a demand until its holder is released."""
+
+    @abstractmethod
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        """Apply the outcome of a step."""
+
+
+class SingleRole(Role, Generic[J]):
+    """Prefill or decode."""
+
+    def __init__(self, worker: PoolEngine) -> None:
+        super().__init__(worker)
+        self.jobs: Jobs[J] = Jobs(self.end, worker.job_added)
+        self.running: dict[str, J] = {}
+        """The jobs whose blocks the engine uses or is about to use, by holder id."""
+
+    def execute(self, session: Session, command: Command) -> None:
+        if not isinstance(command, Abort):
+            raise InvalidRequest(f"{self.worker.worker_id} takes no {type(command).__name__}")
+        self.abort(session, command.request_id, command.attempt, command.index)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def num_busy(self) -> int:
+        return sum(job.state is not State.DETACHED for job in self.jobs)
+
+    def requeue_all(self) -> None:
         for job in self.jobs:
             self.end(job, DRAINED)
 
     def preempt(self, holder_ids: Sequence[str]) -> None:
-        """Preempt these holders. The store repeats a demand until its holder is released."""
         for holder_id in holder_ids:
             job = self.running.get(holder_id) or self.jobs.detached(holder_id)
             if job and not job.ending:
@@ -91,7 +124,6 @@ class Role(ABC, Generic[J]):
                 self.end(job, PREEMPTED)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """Apply the outcome of a step."""
         self._on_advances(outcome)
         for failed in outcome.failed:
             self.worker.retract(failed)

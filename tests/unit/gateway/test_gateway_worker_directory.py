@@ -39,6 +39,7 @@ class DirectorySetup:
     def __init__(self) -> None:
         self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
         self.connections: dict[str, FakeConnection] = {}
+        """By worker id; those of a worker that mixes by its id and the role, too."""
         self.num_loads = 0
         self.now_s = 0.0
         self.directory = WorkerDirectory(
@@ -48,7 +49,8 @@ class DirectorySetup:
         )
 
     def _connect(self, member: Member) -> FakeConnection:
-        return self.connections.setdefault(member.member_id, FakeConnection(member))
+        name = f"{member.member_id} {member.role}" if member.mix else member.member_id
+        return self.connections.setdefault(name, FakeConnection(member))
 
     def _load(self, directory: str) -> Model:
         self.num_loads += 1
@@ -136,6 +138,27 @@ async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
     await setup.announce(replace(member("d1", "decode"), state="draining"))
     assert not setup.directory.ready()
     assert not setup.connections["d1"].closed
+
+
+async def test_a_worker_that_mixes_is_one_of_each_role(setup: DirectorySetup) -> None:
+    """The gateway has a connection for each, and drops both with the worker."""
+    mixed = replace(member("d1", "decode"), mix=True)
+    await setup.announce(replace(mixed, state="starting"))
+    assert setup.directory.is_starting("one")
+    await setup.announce(mixed)
+    await setup.directory.refresh()
+    assert setup.directory.ready()
+    (pool,) = setup.directory.complete_pools("one")
+    workers = *pool.prefill, *pool.decode
+    roles = [(worker.id, worker.member.role) for worker in workers]
+    assert roles == [("d1", "prefill"), ("d1", "decode")]
+    assert len(setup.connections) == len(setup.directory.workers) == 2
+    for worker in workers:
+        worker.connected = False
+    await setup.registry.withdraw("d1")
+    await setup.directory.refresh()
+    assert all(connection.closed for connection in setup.connections.values())
+    assert not setup.directory.workers
 
 
 async def test_a_worker_that_has_taken_another_role_gets_a_new_connection(

@@ -48,10 +48,10 @@ class Host:
         self.device = LateForward(self.model)
         self.engine = Engine(
             *(self.device, Scheduler(budget, 64), self.stamps),
-            one_token=one_token,
             look_ahead=2,
             check_fence=self.check_fence,
         )
+        self.one_token = one_token
         self.is_fenced = False
 
     def check_fence(self) -> None:
@@ -62,7 +62,10 @@ class Host:
         grammar: Any = None if asked.sampling.structure is None else EchoGrammar()
         rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000, grammar=grammar)
         blocks = range(first, first + num_blocks)
-        return Admit(group_class(asked).to_compute(asked, rules, blocks))
+        group = group_class(asked).to_compute(asked, rules, blocks)
+        if self.one_token:
+            group.stop_after_draws()
+        return Admit(group)
 
     def step(self, *commands: Command) -> StepOutcome:
         return self.engine.step(commands)

@@ -32,16 +32,16 @@ class EnginePair:
         self.stamps.mark_owned(range(spec.num_blocks), KEY)
         self.arena = Arena(SIZE, self.stamps)
         self.model = FakeForward(self.arena)
-        self.prefill = self._engine(budget, one_token=True)
-        self.decode = self._engine(budget, one_token=False)
+        self.prefill, self.decode = self._engine(budget), self._engine(budget)
 
-    def _engine(self, budget: int, *, one_token: bool) -> Engine:
+    def _engine(self, budget: int) -> Engine:
         scheduler = Scheduler(budget, max_num_seqs=64)
-        return Engine(self.model, scheduler, self.stamps, one_token=one_token, look_ahead=2)
+        return Engine(self.model, scheduler, self.stamps, look_ahead=2)
 
     def prefilled(self, asked: Ticket, block_ids: Sequence[int]) -> tuple[Ticket, list[Advance]]:
         """The ticket at rest, and the outcomes of all steps."""
         group = Group.to_compute(asked, rules(asked), block_ids)
+        group.stop_after_draws()
         commands: list[Command] = [Admit(group)]
         advances: list[Advance] = []
         for _ in range(100):
@@ -160,6 +160,7 @@ def test_an_adopted_block_is_not_copied_for_its_last_token(engine_pair: EnginePa
     adopted = whole.sequences[0].block_ids[:3]
     computed = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
     group = Group.to_compute(wanted, rules(wanted), (30, 31), computed)
+    group.stop_after_draws()
     num_copied = engine_pair.arena.num_copied
     (advance,) = engine_pair.prefill.step([Admit(group)]).advances
     assert advance.remaining is not None

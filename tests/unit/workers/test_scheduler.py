@@ -46,6 +46,22 @@ def test_a_quarter_of_the_step_is_for_who_needs_least() -> None:
     assert shares(made.next_batch()) == [("r1", 12), ("r3", 3), ("r2", 1)]
 
 
+def test_sequences_that_decode_come_before_prompts() -> None:
+    """Also those that came later, and more of them than a quarter of the step."""
+    decoding = [group(number, 9, num_computed=8) for number in range(2, 9)]
+    prompt = group(1, 100)
+    prompt.stop_after_draws()
+    made = scheduler(prompt, *decoding)
+    assert shares(made.next_batch()) == [*((f"r{number}", 1) for number in range(2, 9)), ("r1", 9)]
+
+
+def test_a_prompt_has_a_place_beside_any_number_that_decode() -> None:
+    decoding = [group(number, 9, num_computed=8) for number in range(1, 9)]
+    made = scheduler(*decoding, group(9, 100))
+    assert shares(made.next_batch())[-1] == ("r9", 9)
+    assert scheduler(*decoding, group(9, 100), max_num_seqs=1).next_batch()[0].group.key == "h-r1"
+
+
 def test_rows_are_limited() -> None:
     made = scheduler(*(group(number, 1) for number in range(1, 6)), max_num_seqs=3)
     assert [key for key, _ in shares(made.next_batch())] == ["r1", "r2", "r3"]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -86,14 +87,15 @@ def test_drafts_are_verified_with_the_adapter_of_their_sequence() -> None:
 def test_no_draft_ends_the_text() -> None:
     """Nothing is drawn after an end, and a grammar has no state after it."""
     speculation = oracle(lambda one, tokens: len(tokens), 8, 0)
-    one, nobody = sequence([1, 2, 3], stop_token_ids=(6,)), cast("Group", None)
+    one = sequence([1, 2, 3], stop_token_ids=(6,))
+    nobody = cast("Group", SimpleNamespace(one_token=False))
     (scheduled,), _ = speculation.with_drafts([ScheduledSequence(nobody, one, 1)], 64)
     assert scheduled.drafts == (3, 4, 5)
 
 
 def test_a_row_gets_the_drafts_that_its_drafter_finds_likely() -> None:
     """Of two rows, only one repeats what it has had; later the other does."""
-    payoff, nobody = Payoff(), cast("Group", None)
+    payoff, nobody = Payoff(), cast("Group", SimpleNamespace(one_token=False))
     for _ in range(3):
         payoff.measured(2, 0, 0, 1.0, Drafting())
     speculation = Speculation(NgramDrafter(1, 5), 8, payoff)
@@ -128,7 +130,6 @@ class Host:
             self.device,
             Scheduler(budget, 64),
             self.stamps,
-            one_token=False,
             look_ahead=2,
             speculation=oracle(drawn_next, num_drafts, wrong_every),
         )

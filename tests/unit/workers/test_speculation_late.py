@@ -44,7 +44,6 @@ def run(directory: Path, speculation: Speculation | None, arrivals: Seq[int]) ->
     device = LateForward(FakeForward(Arena(SIZE, stamps)))
     engine = Engine(
         *(device, Scheduler(64, 64), stamps),
-        one_token=False,
         look_ahead=8,
         speculation=speculation,
     )
