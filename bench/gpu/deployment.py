@@ -26,6 +26,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "tokens are those of transformers, also after kills", lambda: _exactness(machine)
     for size in (2, 4, 8):
         yield f"tokens of {size} ranks over NCCL", partial(_ranks, machine, size)
+    yield "tokens of workers that also prefill", lambda: _exactness(machine, "--mix")
 
 
 def needed_packages() -> None:

@@ -24,11 +24,21 @@ class ModelOptions:
     name: str
     path: Path
     """The model's directory or GGUF file."""
-    num_prefill: int = 1
+    asked_prefill: int | None = None
+    """The prefill workers that the user asked for; None leaves it to `mix`."""
     num_decode: int = 1
     aliases: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings of the model's workers, by name in capitals."""
+
+    @property
+    def mix(self) -> bool:
+        """Whether the decode workers prefill, too."""
+        return self.settings.get("MIX") == "true"
+
+    @property
+    def num_prefill(self) -> int:
+        return (0 if self.mix else 1) if self.asked_prefill is None else self.asked_prefill
 
     def number(self, role: str) -> int:
         return self.num_prefill if role == "prefill" else self.num_decode
@@ -121,7 +131,8 @@ def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list
                 raise ServeError(
                     f"--set {text}: {value!r} is not a number of workers, at most {MAX_SERVICES}"
                 )
-            by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
+            changed = "asked_prefill" if option == "prefill" else "num_decode"
+            by_name[name] = replace(model, **{changed: int(value)})  # type: ignore[arg-type]
         elif option in known:
             settings = {**model.settings, option.upper(): _parsed(text, option, value)}
             by_name[name] = replace(model, settings=_with_draft_directory(settings, options))

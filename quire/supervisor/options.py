@@ -74,8 +74,13 @@ class RunOptions:
         ),
     ] = None
     num_prefill: Annotated[
-        int, _number("--prefill", min=0, help="prefill workers; 0: other hosts have them")
-    ] = 1
+        int | None,
+        _number(
+            "--prefill",
+            min=0,
+            help="prefill workers; 0: other hosts have them; default: 1, or 0 with --mix",
+        ),
+    ] = None
     num_decode: Annotated[
         int, _number("--decode", min=0, help="decode workers; 0: other hosts have them")
     ] = 1

@@ -79,8 +79,8 @@ class WorkerScaler:
         """Return what the operator should know about the number of workers of the run; nothing if
         that number does not grow. Raises ValueError if a role would have too many or too few."""
         for role, number in wanted.items():
-            if number is not None and not self._fewest <= number <= MAX_SERVICES:
-                fewest = self._fewest
+            fewest = 0 if role == "prefill" and self._mixes(model) else self._fewest
+            if number is not None and not fewest <= number <= MAX_SERVICES:
                 raise ValueError(f"{role}={number}: a run has {fewest} to {MAX_SERVICES} of them")
         numbers = [
             len(self._staying(role, model)) if number is None else number
@@ -92,6 +92,10 @@ class WorkerScaler:
         then = now | {(role, model): n for role, n in wanted.items() if n is not None}
         grows = sum(then.values()) > sum(now.values())
         return self._warn_of(sum(then.values())) if grows else ""
+
+    def _mixes(self, model: str) -> bool:
+        """Whether the decode workers of a model prefill, too."""
+        return self._groups["decode", model].environment.get("QUIRE_DECODE_MIX") == "true"
 
     def _chosen(self, name: str) -> str:
         names = sorted({model for _, model in self._groups})

@@ -23,7 +23,7 @@ from quire import (
     Sampling,
     ServerError,
 )
-from quire.supervisor.options import ServeOptions
+from quire.supervisor.models import ModelOptions
 from services.engine.runner import Runner
 from services.offline.batch import BatchRequest, answer_whole
 from services.offline.engine import offline_settings
@@ -89,7 +89,7 @@ def test_a_script_without_with_ends_quietly_and_its_forked_child_gets_an_error(
 
 def test_the_default_pool_is_that_of_quire_serve(checkpoint: Path) -> None:
     """It depends on the number of workers that a host expects."""
-    settings, serve = offline_settings(model=checkpoint), ServeOptions()
+    settings, serve = offline_settings(model=checkpoint), ModelOptions("model", checkpoint)
     assert settings.num_expected_workers == serve.num_prefill + serve.num_decode
 
 

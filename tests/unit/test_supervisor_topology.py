@@ -43,6 +43,15 @@ def test_a_run_has_as_many_workers_as_asked() -> None:
     assert names(asked) == ["block-manager", *workers, "gateway"]
 
 
+def test_workers_that_mix_need_no_prefill_workers() -> None:
+    assert names(options(mix=True)) == ["block-manager", "decode-1", "gateway"]
+    asked = options(mix=True, num_prefill=1, num_decode=2)
+    assert names(asked) == ["block-manager", "prefill-1", "decode-1", "decode-2", "gateway"]
+    decode = services(options(mix=True, num_decode=2))[1].environment
+    assert decode["QUIRE_DECODE_MIX"] == "true"
+    assert decode["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
+
+
 def test_the_first_gateway_reads_the_metrics_of_all_services() -> None:
     found = {spec.name: spec.variables for spec in services(options(num_decode=2, num_gateways=2))}
     directory = f"{RUN}/metrics"

@@ -36,11 +36,11 @@ class Process:
 
 
 def scaler_of(
-    *models: str, warn_of: Callable[[int], str] = lambda _: ""
+    *models: str, warn_of: Callable[[int], str] = lambda _: "", mix: str = "false"
 ) -> tuple[WorkerScaler, list[Any]]:
     """A scaler of a run in which each model has one worker of each role, which all serve."""
     groups = [
-        ChildSpec(role, (), Stage.WORKER, role=role, model=model)
+        ChildSpec(*(role, (), Stage.WORKER, {"QUIRE_DECODE_MIX": mix}), role=role, model=model)
         for role in ("prefill", "decode")
         for model in models
     ]
@@ -104,6 +104,15 @@ def test_more_workers_than_cpus_are_warned_of_and_many_more_refused() -> None:
         scaler.scale({"decode": 50})
     assert len(children) == 4
     assert scaler.scale({"decode": 2}).warning == ""  # fewer than before
+
+
+def test_workers_that_mix_need_no_prefill_workers() -> None:
+    wanted = {"prefill": 0, "decode": None}
+    assert scaler_of("m", mix="true")[0].scale(wanted).leaving == ("prefill-1",)
+    with pytest.raises(ValueError, match="decode=0: a run has 1 to"):
+        scaler_of("m", mix="true")[0].scale({"prefill": None, "decode": 0})
+    with pytest.raises(ValueError, match="prefill=0: a run has 1 to"):
+        scaler_of("m")[0].scale(wanted)
 
 
 def test_workers_on_a_gpu_need_no_cpu_each() -> None:

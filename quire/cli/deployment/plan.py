@@ -76,13 +76,15 @@ def plan(
             decoders = [each for each in of_model if each.role == "decode"]
             decode = plan_decode(decoders, inter_token, held_share=held)
             numbers = prefill.recommended, decode.recommended
+            mixes = not prefill.num_workers and any(each.engine.get("mix") for each in decoders)
             if total is not None:
-                numbers = divided(prefill, decode, total)
+                numbers = (0, total) if mixes else divided(prefill, decode, total)
             rows += [
                 Planned(model, role, one.num_workers, round(one.needed, 2), number, one.reason)
                 for role, one, number in zip(
                     ("prefill", "decode"), (prefill, decode), numbers, strict=True
                 )
+                if not (mixes and role == "prefill")  # the decode workers prefill, too
             ]
         if not rows:
             raise QuireError("no model is served now, so there is no load to plan for", "no_model")
@@ -128,7 +130,9 @@ def _apply(client: "Client", rows: list[Planned], *, quiet: bool) -> None:
     wanted = {(row.model, row.role): row.recommended for row in rows}
     for model in dict.fromkeys(row.model for row in rows):
         scaled = client.scale(
-            num_prefill=wanted[model, "prefill"], num_decode=wanted[model, "decode"], model=model
+            num_prefill=wanted.get((model, "prefill")),
+            num_decode=wanted[model, "decode"],
+            model=model,
         )
         if not quiet:
             print_change(scaled)

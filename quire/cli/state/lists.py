@@ -17,7 +17,7 @@ _MODEL_COLUMNS: Columns[Model] = {
 }
 _WORKER_COLUMNS: Columns[Worker] = {
     "WORKER": lambda worker: worker.name,
-    "ROLE": lambda worker: worker.role,
+    "ROLE": lambda worker: f"{worker.role}, prefill" if worker.engine.get("mix") else worker.role,
     "MODEL": lambda worker: worker.model,
     "STATE": lambda worker: worker.state,
     "UP": lambda worker: _uptime(worker),

@@ -33,6 +33,15 @@ def test_a_plan_is_a_table(gateway: Any, capsys: Any) -> None:
     assert lines[2].split()[:5] == ["m", "decode", "1", "1.25", "2"]
 
 
+def test_decode_workers_that_prefill_need_no_prefill_workers(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists, gateway.pools = [[serving(engine={"mix": "true"})]], [pool(num_held=4)]
+    assert main(["plan", "--window", "0", "--total", "3", "--apply"]) == 0
+    (row,) = capsys.readouterr().out.splitlines()[1:]
+    assert row.split()[:3] == ["m", "decode", "1"]
+    (asked,) = (each for each in gateway.requests if isinstance(each, ScaleRequest))
+    assert (asked.HasField("num_prefill"), asked.num_decode) == (False, 3)
+
+
 def test_a_plan_is_applied_to_each_model(gateway: Any) -> None:
     gateway.worker_lists = [[serving(number, model=f"m{number}") for number in range(2)]]
     assert main(["plan", "--window", "0", "--apply"]) == 0
