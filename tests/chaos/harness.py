@@ -148,7 +148,9 @@ class Chaos:
         self._paused = paused
         self._ended = asyncio.Event()
 
-    async def run(self, users: Sequence[User], faults: Iterator[Fault], duration_s: float) -> None:
+    async def run(
+        self, users: Sequence[User], faults: Iterator[Fault], duration_s: float | None
+    ) -> None:
         """Run users and inject faults. The first violation, which goes into the report, ends the
         run."""
         tally = self._report.tally
@@ -168,7 +170,10 @@ class Chaos:
             await asyncio.gather(injecting, auditing, *sending, return_exceptions=True)
 
     async def _inject_faults(
-        self, sending: Sequence["asyncio.Task[None]"], faults: Iterator[Fault], duration_s: float
+        self,
+        sending: Sequence["asyncio.Task[None]"],
+        faults: Iterator[Fault],
+        duration_s: float | None,
     ) -> None:
         loop, report = asyncio.get_running_loop(), self._report
         began = loop.time()
@@ -177,7 +182,7 @@ class Chaos:
                 await asyncio.sleep(fault.pause_s)
             if report.tally.violations:
                 return
-            if loop.time() - began > duration_s:
+            if duration_s is not None and loop.time() - began > duration_s:
                 break
             with report.timing(f"injecting into {fault.role}"):
                 target = await self._system.inject(fault)
@@ -201,14 +206,14 @@ class Chaos:
 async def run_chaos(
     directory: Path,
     seed: int,
-    duration_s: float,
+    duration_s: float | None,
     kinds: Sequence[str] = FAULT_KINDS,
     device: str = "cpu",
     num_cases: int | None = None,
 ) -> Report:
-    """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`.
-    `device` is cpu, or memfd:0, whose pool is kept like a GPU's; blocks are kept in files, too.
-    `num_cases`: as for `inject_faults`."""
+    """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`; with
+    None, one fault of each kind. `device` is cpu, or memfd:0, whose pool is kept like a GPU's; blocks
+    are kept in files, too. `num_cases` is as for `inject_faults`."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
@@ -225,7 +230,7 @@ async def run_chaos(
         )
         checkpoints = other_bytes(model, directory / "other"), model
         system = OneHost(processes, redis, operator, deployment.http, link, checkpoints)
-        faults = schedule(seed, kinds)
+        faults = schedule(seed, kinds, once=duration_s is None)
         await inject_faults(
             *(report, deployment.address, operator, system, faults, duration_s), num_cases
         )
@@ -239,12 +244,12 @@ async def inject_faults(
     operator: Operator,
     system: System,
     faults: Iterator[Fault],
-    duration_s: float,
+    duration_s: float | None,
     num_cases: int | None = None,
 ) -> None:
-    """Record a system's undisturbed outputs, then inject faults for `duration_s`. `addresses`: of
-    all gateways, with commas between them. `num_cases`: how many of the requests, without users
-    that do not read; None: all."""
+    """Record a system's undisturbed outputs, then inject faults for `duration_s`; None: all of
+    `faults`. `addresses`: of all gateways, with commas between them. `num_cases`: how many of the
+    requests, without users that do not read; None: all."""
     paused = asyncio.Event()
     async with AsyncExitStack() as stack:
         clients = [

@@ -279,14 +279,15 @@ async def deployed(folder: Path, seed: int = 0) -> AsyncIterator[tuple[Hosts, Se
 async def run_chaos(
     folder: Path,
     seed: int,
-    duration_s: float,
+    duration_s: float | None,
     kinds: Sequence[str] = FAULT_KINDS,
     num_cases: int | None = None,
 ) -> Report:
-    """Start the hosts, record their undisturbed outputs, then inject faults for `duration_s`."""
+    """Start the hosts, record their undisturbed outputs, then inject faults for `duration_s`; None:
+    one fault of each kind."""
     report = Report(seed)
     async with deployed(folder, seed) as (hosts, system):
-        faults = schedule(seed, kinds)
+        faults = schedule(seed, kinds, once=duration_s is None)
         await inject_faults(
             *(report, hosts.sockets, system.operator, system, faults, duration_s), num_cases
         )

@@ -56,13 +56,22 @@ class Fault:
         return f"+{self.pause_s:.1f} s {self.kind}{length} ({self.which:.3f})"
 
 
-def schedule(seed: int, kinds: Sequence[str] = FAULT_KINDS) -> Iterator[Fault]:
-    """Endless faults."""
+def schedule(
+    seed: int, kinds: Sequence[str] = FAULT_KINDS, *, once: bool = False
+) -> Iterator[Fault]:
+    """Endless faults; `once`: one of each kind, in an order that the seed determines."""
     chance = random.Random(seed)
+    if once:
+        yield from (_fault(chance, kind) for kind in chance.sample(kinds, len(kinds)))
+        return
     while True:
-        yield Fault(
-            pause_s=min(chance.expovariate(1 / MEAN_PAUSE_S), 4 * MEAN_PAUSE_S),
-            kind=chance.choice(kinds),
-            which=chance.random(),
-            length_s=chance.choice(LENGTHS_S),
-        )
+        yield _fault(chance, chance.choice(kinds))
+
+
+def _fault(chance: random.Random, kind: str) -> Fault:
+    return Fault(
+        pause_s=min(chance.expovariate(1 / MEAN_PAUSE_S), 4 * MEAN_PAUSE_S),
+        kind=kind,
+        which=chance.random(),
+        length_s=chance.choice(LENGTHS_S),
+    )

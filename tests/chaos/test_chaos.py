@@ -1,5 +1,6 @@
 """A short run of `make chaos`."""
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 from tests.chaos.harness import run_chaos
 from tests.chaos.schedule import FAULT_KINDS, schedule
 
-SEED = 7
-DURATION_S = 15.0
+SEED = 2
+"""A decode worker is stopped for 10 s, so that it is given up, and Redis is away for 2 s."""
 NUM_CASES = 11
 """One of each kind, without those of 3,000 tokens."""
 KINDS = [kind for kind in FAULT_KINDS if kind != "upgrade run"]
@@ -17,14 +18,15 @@ KINDS = [kind for kind in FAULT_KINDS if kind != "upgrade run"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("memfd:0", marks=pytest.mark.full)])
-async def test_clients_notice_no_fault(tmp_path: Path, device: str) -> None:
-    """Processes are killed, stopped and drained, and Redis loses its data: every finished stream
-    has the undisturbed output, none fails or hangs, the laws hold, and no block is held in the
-    end."""
-    report = await run_chaos(tmp_path, SEED, DURATION_S, KINDS, device, NUM_CASES)
+async def test_clients_notice_no_fault_of_any_kind(tmp_path: Path, device: str) -> None:
+    """Processes are killed, stopped and drained, workers take the other role, and Redis loses its
+    data or returns with an old copy: every finished stream has the undisturbed output, none fails
+    or hangs, the laws hold, and no block is held in the end."""
+    report = await run_chaos(tmp_path, SEED, None, KINDS, device, NUM_CASES)
     assert not report.tally.violations, str(report)
+    assert report.kinds == Counter(KINDS), str(report)
     assert report.tally.num_finished > 15, str(report)
-    assert report.kinds.total() >= 3, str(report)
+    print(report)
 
 
 def test_a_seed_gives_its_schedule() -> None:

@@ -3,13 +3,14 @@ requests take that were being copied when the network was cut."""
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from quire.async_client import AsyncClient
 from quire.types import Sampling
-from tests.chaos.hosts import Hosts, deployed, run_chaos
+from tests.chaos.hosts import FAULT_KINDS, Hosts, deployed, run_chaos
 from tests.e2e.hosts import Host
 from tests.e2e.network import why_not
 from tests.e2e.quiet import quiet
@@ -18,7 +19,10 @@ from tests.waiting import until
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it may")
 
-SEED, DURATION_S = 3, 8.0
+SEED = 7110
+"""The network is cut one way, and both ways, for 10 s: longer than the lease of a mover and an
+entry of the registry. One host does not reach Redis for 3 s. A mover is killed when it has read the
+stamps of a pull."""
 DEADLINE_AND_LEASE_S = 30.0
 """PULL_TIMEOUT_S and LEASE_S by default."""
 
@@ -26,17 +30,21 @@ DEADLINE_AND_LEASE_S = 30.0
 @pytest.mark.parametrize(
     ("seed", "duration_s", "num_cases"),
     [
-        pytest.param(SEED, DURATION_S, 8, id="sample"),
+        pytest.param(SEED, None, 8, id="each kind once"),
         *(pytest.param(s, 120.0, None, marks=pytest.mark.full, id=f"seed{s}") for s in range(1, 4)),
     ],
 )
 async def test_clients_of_two_hosts_notice_no_fault(
-    tmp_path: Path, seed: int, duration_s: float, num_cases: int | None
+    tmp_path: Path, seed: int, duration_s: float | None, num_cases: int | None
 ) -> None:
     report = await run_chaos(tmp_path, seed, duration_s, num_cases=num_cases)
     assert not report.tally.violations, str(report)
     assert report.tally.num_finished > 5, str(report)
-    assert report.kinds.total() >= 3, str(report)
+    if duration_s is None:
+        assert report.kinds == Counter(FAULT_KINDS), str(report)
+    else:
+        assert report.kinds.total() >= 3, str(report)
+    print(report)
 
 
 @pytest.mark.full

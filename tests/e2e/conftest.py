@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
+from quire.client import Client
 from quire.supervisor.run_directory import free_port
 from tests.adapters import ATTENTION, make_adapter
 from tests.collector import Collector, collecting
 
-from .decoders import until_two_serve
 from .deployment import Deployment, serving
-from .quiet import quiet
+from .weights import point
 
 POOL_BLOCKS = 128
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
@@ -91,11 +91,29 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session")
 def pairs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """2 prefill and 2 decode workers and 2 gateways on a pool of 256 blocks, for tests that kill
-    one of them. A test leaves as many as it found."""
+    """2 prefill and 2 decode workers on a pool of 256 blocks. A test leaves as many as it found."""
     options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
-    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, num_gateways=2) as running:
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def of_a_link(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """1 worker of each kind; the model is the link `model` beside the log."""
+    folder = tmp_path_factory.mktemp("link")
+    (folder / "model").symlink_to(checkpoint)
+    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def linked(of_a_link: Deployment, checkpoint: Path) -> Deployment:
+    """The deployment of a link, which serves `checkpoint` at first. A test may point the link
+    elsewhere."""
+    point(of_a_link.log.parent / "model", checkpoint)
+    with Client(of_a_link.operations.split(",")[0]) as client:
+        client.reload()
+    return of_a_link
 
 
 @pytest.fixture(scope="session")
@@ -149,11 +167,3 @@ async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
     client = AsyncClient(deployment.address, operations=deployment.operations)
     yield client
     await client.close()
-
-
-@pytest.fixture
-async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
-    """Two decode workers serve before the test; after it nothing is held and the audit is clean."""
-    await until_two_serve(client)
-    yield
-    await quiet(client)

@@ -74,11 +74,6 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
-    def kill(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.kill()
-        process.wait()
-
     def wait_for(self, name: str, event: str, number: int = 1) -> dict[str, Any]:
         """Wait until the log of a process has the event `number` times; returns its last line with
         it."""

@@ -1,5 +1,5 @@
-"""Workers and gateways are killed and stopped in mid-stream while others run: clients see only a
-pause."""
+"""A worker is stopped in mid-stream, given up, and wakes; and Redis loses everything: clients see
+only a pause, and no process ends. (`tests/chaos` has every other fault.)"""
 
 import asyncio
 import os
@@ -104,35 +104,6 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
     return await is_quiet(client)
 
 
-@pytest.mark.parametrize(
-    ("victim", "num_tokens"),
-    [
-        *(("--role=decode", 60), ("--role=prefill", 1), ("services.block_manager", 60)),
-        ("services.gateway", 60),
-        pytest.param("--role=decode", 1, marks=pytest.mark.full),
-        pytest.param("--role=prefill", 60, marks=pytest.mark.full),
-        pytest.param("services.block_manager", 1, marks=pytest.mark.full),
-    ],
-)
-async def test_a_killed_process_only_delays_streams(
-    deployment: Deployment, client: AsyncClient, victim: str, num_tokens: int
-) -> None:
-    """No stream gets an error, and every token, greedy or sampled, is that of the undisturbed
-    run."""
-    await all_serve(client)
-    seed = num_tokens
-    undisturbed = await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
-    disturbed = streams(seed)
-    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
-    await disturbed[0].reaches(num_tokens)
-    its_gateway = deployment.gateway(client.address)
-    pid = its_gateway if victim == "services.gateway" else deployment.running(victim)[0]
-    os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(LIMIT_S):
-        assert await asyncio.gather(*running) == undisturbed
-    await all_serve(client)
-
-
 @dataclass
 class PoolView:
     """The deployment's pool and ledger, as its own workers access them."""
@@ -228,6 +199,30 @@ async def test_other_workers_never_read_writes_of_a_stopped_worker(
     finally:
         os.kill(stopped, signal.SIGCONT)
     await pool_view.until(lambda s: worker_id not in s.worker_ids)
+    assert stopped in deployment.running("--role=decode")
+    assert "worker_given_up" in deployment.log.read_text()
     assert pool_view.content(without=quarantined) == before
     await all_serve(client)
     assert (await pool_view.stats()).num_held == 0
+
+
+SERVICES = ("--role=prefill", "--role=decode", "services.gateway", "services.block_manager")
+
+
+async def test_streams_go_on_and_no_process_ends_when_redis_loses_everything(
+    deployment: Deployment, client: AsyncClient
+) -> None:
+    """The prefix cache survives, too."""
+    await all_serve(client)
+    undisturbed = await asyncio.gather(*(stream.run(client) for stream in streams(9)))
+    before, disturbed = [deployment.running(name) for name in SERVICES], streams(9)
+    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+    await disturbed[0].reaches(20)
+    for pid in deployment.running("valkey"):
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*running) == undisturbed
+    again = await client.complete(disturbed[0].prompt, Sampling(max_tokens=1), timeout_s=LIMIT_S)
+    assert (again.usage.num_cached_tokens or 0) >= 16
+    await all_serve(client)
+    assert [deployment.running(name) for name in SERVICES] == before

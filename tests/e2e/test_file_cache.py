@@ -1,9 +1,7 @@
 """Blocks in files: they outlive the whole run, and no fault of theirs changes a token."""
 
 import asyncio
-import os
 import random
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -77,22 +75,3 @@ async def test_prompt_outlives_everything_but_its_files(
     assert await ask(client, oracle, 0) == NUM_BLOCKS * 16
     await flood(client, oracle, 1000)
     assert await ask(client, oracle, 0) == NUM_BLOCKS * 16
-
-
-async def test_prefill_workers_killed_at_reads_and_writes_change_no_token(
-    deployment: Deployment, client: AsyncClient, oracle: Oracle
-) -> None:
-    """Each is killed at the first answer: the other prompts are being written, or read back from
-    what the workers before it wrote."""
-    numbers = range(2000, 2012)
-    for _ in range(3):
-        both = (*numbers, *numbers)
-        asking = [asyncio.create_task(ask(client, oracle, number)) for number in both]
-        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        for pid in deployment.running("--role=prefill"):
-            os.kill(pid, signal.SIGKILL)
-        await asyncio.gather(*asking)
-    for number in numbers:
-        await ask(client, oracle, number)
-    await flood(client, oracle, 1200)
-    assert await ask(client, oracle, numbers[0]) == NUM_BLOCKS * 16

@@ -1,8 +1,6 @@
 """Pools of two hosts: a prompt that host a computes decodes on host b, and a cached prefix is
 copied instead of computed."""
 
-import asyncio
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -145,38 +143,4 @@ async def test_several_sequences_decode_on_another_host(client: AsyncClient) -> 
     again = await client.complete(tokens, sampling, timeout_s=60)
     assert [each.token_ids for each in first.choices] == [each.token_ids for each in again.choices]
     assert len({each.token_ids for each in first.choices}) == 3
-    await quiet(client)
-
-
-async def test_a_mover_that_is_killed_comes_back_under_another_name(
-    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
-) -> None:
-    """While it is away, requests wait or are computed again; every token is right."""
-    _, b = hosts
-    prompts = [prompt(20 + number, 200) for number in range(6)]
-    running = [asyncio.create_task(client.complete(p, greedy(40), timeout_s=60)) for p in prompts]
-    b.kill("mover")
-    b.start("mover", "mover-2")
-    for tokens, completion in zip(prompts, await asyncio.gather(*running), strict=True):
-        assert list(completion.token_ids) == oracle.choices(tokens, completion.token_ids)
-    await quiet(client)
-
-
-@pytest.mark.full
-async def test_a_mover_that_stood_still_comes_back_under_another_name(
-    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
-) -> None:
-    """The stopped mover is fenced, and takes a new id although its process did not end."""
-    _, b = hosts
-    (name,) = (name for name in b.processes if name.startswith("mover"))
-    mover, number = b.processes[name], len(b.events(name, "mover_ready"))
-    mover.send_signal(signal.SIGSTOP)
-    b.wait_for("block_manager", "worker_fenced")
-    mover.send_signal(signal.SIGCONT)
-    b.wait_for(name, "mover_given_up")
-    b.wait_for(name, "mover_ready", number + 1)
-    b.wait_for("block_manager", "worker_reaped")
-    tokens = prompt(9, 100)
-    completion = await client.complete(tokens, greedy(8), timeout_s=60)
-    assert list(completion.token_ids) == oracle.greedy(tokens, 8)
     await quiet(client)

@@ -4,18 +4,16 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
-from quire.errors import InvalidRequest, QuireError, Unavailable
+from quire.errors import InvalidRequest
 from quire.types import Completion, Sampling
 from tests.adapters import AdapterOracle
 from tests.waiting import until
@@ -23,7 +21,6 @@ from tests.waiting import until
 from .conftest import POOL_MEMORY, Oracle
 from .deployment import Deployment, serving
 from .quiet import quiet
-from .test_crashes import is_whole
 from .weights import WEIGHTS, other_bytes, point
 
 PROMPTS = [list(range(259 + number, 299 + number)) for number in range(3)]
@@ -32,12 +29,8 @@ GREEDY = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One worker of each role; the model is a link."""
-    folder = tmp_path_factory.mktemp("reload")
-    (folder / "model").symlink_to(checkpoint)
-    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
-        yield running
+def deployment(linked: Deployment) -> Deployment:
+    return linked
 
 
 def link(deployment: Deployment) -> Path:
@@ -149,32 +142,3 @@ async def test_what_cannot_be_served_is_refused_and_nothing_pauses(
             await client.reload()
     assert await identities(client) == before
     assert await tokens_of(client, PROMPTS[0]) == undisturbed
-
-
-@pytest.mark.parametrize("role", ["", "prefill", "decode"])
-async def test_a_reload_of_equal_weights_changes_no_token(
-    deployment: Deployment, client: AsyncClient, checkpoint: Path, tmp_path: Path, role: str
-) -> None:
-    """Even if a worker is killed meanwhile: it starts again with the new weights, and a second
-    reload completes the first, for which it has to wait."""
-    point(link(deployment), checkpoint)
-    await client.reload()
-    expected = [(prompt, await tokens_of(client, prompt)) for prompt in PROMPTS]
-    before = await identities(client)
-    victims = [worker.pid for worker in await client.workers() if worker.role == role]
-    point(link(deployment), other_bytes(checkpoint, tmp_path / "equal"))
-    async with load(client) as answers:
-        reloading = asyncio.create_task(client.reload())
-
-        async def has_begun() -> bool:
-            return any(each.state != "serving" for each in await client.workers())
-
-        await until(has_begun, not_yet=(QuireError,))
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        with suppress(Unavailable):  # a worker may be killed before it is told to change
-            await reloading
-        await until(client.reload, lambda worker_ids: True, not_yet=(QuireError,))
-    assert not (await identities(client)).keys() & before.keys()
-    assert all(answer in expected for answer in answers)
-    await until(lambda: is_whole(client, prefill=1, decode=1))

@@ -74,25 +74,6 @@ async def test_64_streams_on_a_sixteenth_of_their_memory(
     await quiet(client)
 
 
-async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> None:
-    """Half of 32 streams are cancelled at random moments."""
-    chance = random.Random(3)
-
-    async def run(n: int) -> int:
-        stop_after = chance.randrange(1, 30) if n % 2 else 1000
-        got = 0
-        async with client.generate(prompt(n, 12), greedy(36)) as stream:
-            async for delta in stream:
-                got += len(delta.token_ids)
-                if got >= stop_after:
-                    break
-        return got
-
-    got = await asyncio.gather(*(run(n) for n in range(32)))
-    assert all(count == 36 for n, count in enumerate(got) if n % 2 == 0)
-    await quiet(client)
-
-
 NUM_PROMPT, NUM_GENERATED = 43, 13  # of no other test
 
 

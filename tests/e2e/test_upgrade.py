@@ -20,8 +20,7 @@ from quire.messages import Request
 from tests.exactness import Answer, strategies
 from tests.waiting import wait_until
 
-from .conftest import POOL_MEMORY
-from .deployment import Deployment, serving
+from .deployment import Deployment
 
 PROMPT = list(range(259, 299))
 NUM_TOKENS = 64
@@ -37,13 +36,9 @@ Ask = Callable[[], Coroutine[Any, Any, Any]]
 
 
 @pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A gateway, a prefill and a decode worker: there is no other one that could serve instead. The
-    model is a link to a directory."""
-    folder = tmp_path_factory.mktemp("upgrade")
-    (folder / "model").symlink_to(checkpoint)
-    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
-        yield running
+def deployment(linked: Deployment) -> Deployment:
+    """A gateway, a prefill and a decode worker: there is no other one that could serve instead."""
+    return linked
 
 
 def body(**more: Any) -> dict[str, Any]:

@@ -97,6 +97,28 @@ def test_a_child_that_does_not_start_is_ended(
     assert [child.poll() for child in children] == [-9]
 
 
+HOSTILE = (
+    Structure(StructureKind.JSON, '{"type": "integer", "multipleOf": 999983}'),
+    Structure(
+        StructureKind.GRAMMAR,
+        "start: a0\na3000: /x/\n"
+        + "".join(f"a{i}: a{i + 1} a{i + 1} a{i + 1}\n" for i in range(3000)),
+    ),
+)
+
+
+async def test_a_form_that_takes_too_long_ends_the_child_and_is_refused(tmp_path: Path) -> None:
+    """The library has no limit that these forms reach. The next form gets another child."""
+    directory = Path(make_checkpoint(tmp_path, CheckpointSpec()))
+    config = read_model_config(directory)
+    checker = StructureChecker(directory, config.vocab_size, config.eos_token_ids)
+    for form in HOSTILE:
+        with pytest.raises(InvalidRequest, match="is too large, too deep or too complex"):
+            await checker.check(form)
+        await checker.check(Structure(StructureKind.REGEX, f"after {len(form.text)}"))
+    checker._forget()
+
+
 async def test_the_child_reads_the_vocabulary_before_the_first_form(smollm2: Path) -> None:
     config = read_model_config(smollm2)
     checker = StructureChecker(smollm2, config.vocab_size, config.eos_token_ids)

@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_form_is_judged_soon(find: Find, name: str) -> None:
     """Taken or refused. Those that the library's limits do not catch end the process that checks
-    (see the tests of whole deployments)."""
+    (`test_gateway_structures.py`)."""
     began = time.process_time()
     find(*HOSTILE[name])
     assert time.process_time() - began < CPU_LIMIT_S
