@@ -132,5 +132,17 @@ def test_beam_search_equals_transformers(
         params = BeamParams(width, chance.randint(1, width), length_penalty, early_stopping)
         search = BeamSearch(params, frozenset(stop_ids), max_tokens)
         found = run(search, of_table(model, prompt, num_candidates(params, frozenset(stop_ids))))
+        assert len(found) == width
         expected = by_transformers(model, prompt, params, stop_ids, max_tokens)
         check(found[: params.num_returned], expected, stop_ids, tolerance=1e-5)
+
+
+def test_of_equal_scores_the_better_beam_goes_first_and_then_the_lower_token() -> None:
+    """transformers leaves that order open."""
+    beams = [Beam((1,), -1.0), Beam((2,), -1.5)]
+    candidates = [
+        Logprobs(0.0, 1, (9, 7, 4), (-0.5, -1.0, -1.0)),
+        Logprobs(0.0, 1, (6, 3, 5), (-0.5, -0.5, -3.0)),
+    ]
+    step = BeamSearch(BeamParams(4, 4), frozenset(), max_tokens=9).step(beams, (), candidates)
+    assert [(one.parent, one.token_id) for one in step.living] == [(0, 9), (0, 4), (0, 7), (1, 3)]

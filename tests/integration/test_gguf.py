@@ -22,14 +22,14 @@ from kvops import int8
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.quantized import stored
-from quire.supervisor.errors import ServeError
-from quire.supervisor.model_source import check_model, find_model
+from quire.supervisor.model_source import find_model
 from services.engine.models import load_model
 from services.engine.models.rope import rope_tables
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.gguf_weights import affine
 from services.engine.weights.kinds import section_kinds
+from services.model.checkpoint.check import check
 from services.model.checkpoint.reading import read_model_config
 from services.model.config.layout import EMBEDDING, weight_shapes
 from services.model.config.rope_config import FrequencyDivisors
@@ -217,7 +217,7 @@ def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
 def test_a_directory_with_one_gguf_file_is_that_file(plain: Path, tmp_path: Path) -> None:
     write_gguf(plain, tmp_path / "model.gguf")
     assert weights_digest(tmp_path) == weights_digest(tmp_path / "model.gguf")
-    check_model(find_model(str(tmp_path)).directory)
+    check(find_model(str(tmp_path)).directory)
     write_gguf(plain, tmp_path / "other.gguf")
     with pytest.raises(StartupError, match=r"2 GGUF models \(model.gguf, other.gguf"):
         read_model_config(tmp_path)
@@ -262,8 +262,8 @@ def test_what_cannot_be_served_is_named(
 ) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, change=change)
-    with pytest.raises(ServeError) as error:
-        check_model(find_model(str(path)).directory)
+    with pytest.raises(StartupError) as error:
+        check(find_model(str(path)).directory)
     assert message in str(error.value)
     assert str(path) in str(error.value) or "chat template" in message
 

@@ -16,13 +16,12 @@ from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
 from kvops.grouped import GroupedWeight
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from quire.supervisor.errors import ServeError
-from quire.supervisor.model_source import check_model
 from services.engine.models import load_model
 from services.engine.weights.checkpoint import load_weights
 from services.engine.weights.dequantized import DequantizedWeights
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
+from services.model.checkpoint.check import check
 from services.model.checkpoint.reading import read_model_config
 from services.model.config.layout import weight_shapes
 from services.model.config.quantization import Quantization
@@ -80,7 +79,7 @@ def kinds(directory: Path, quantize: Quantization | None = None) -> dict[str, st
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_weight_is_exact(plain: Path, tmp_path: Path, name: str) -> None:
     twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
-    check_model(tmp_path / "quantized")
+    check(tmp_path / "quantized")
     exact = load_file(twin / FILE)
     for weight in weight_shapes(read_model_config(twin)):
         if weight.endswith("_proj.weight"):
@@ -197,8 +196,8 @@ def test_a_wrong_tensor_is_named_before_anything_starts(
         if tensor is not None:
             tensors[f"{DOWN}.{name}"] = tensor
 
-    with pytest.raises(ServeError) as error:
-        check_model(corrupted(plain, tmp_path, scheme, change))
+    with pytest.raises(StartupError) as error:
+        check(corrupted(plain, tmp_path, scheme, change))
     assert message in str(error.value)
 
 

@@ -232,20 +232,6 @@ async def test_a_server_that_comes_back_empty_is_served_anew(
     assert manager.poll() is None
 
 
-async def test_a_worker_that_joins_after_a_loss_joins_the_existing_pool(
-    own_valkey: Valkey, processes: Processes
-) -> None:
-    """By its run_id the server is the same, and it is told its lost ledger again."""
-    _, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
-    own_valkey.command("FLUSHALL")
-    _, new_pool_id = await processes.start_worker(own_valkey.url, "decode-2")
-    assert new_pool_id == old_pool_id
-    store = await RedisStore.connect(own_valkey.url)
-    assert len(await store.holders(new_pool_id)) == 2
-    assert (await store.audit(new_pool_id)).violations == ()
-    await store.close()
-
-
 async def test_a_block_manager_without_a_store_does_not_start(
     tmp_path: Path, processes: Processes
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import ssl
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -10,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from google.protobuf.descriptor_pool import Default
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from blockstore.store import tenant_of
-from quire import AsyncClient, NotAllowed, QuireError, Tls
-from quire.certificates import write_certificates
 from quire.sockets import living_sockets
 from quire.v1 import inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
@@ -33,10 +29,9 @@ from services.runtime.errors import RateLimited, UnknownModel
 from services.runtime.metrics import MAX_TENANT_LABELS, OTHER_TENANTS
 from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
-from tests.waiting import until
 
 from .conftest import PROMPT, GatewayHarness
-from .fakes import FakeDecode, FakePrefill, Verbatim, expected
+from .fakes import FakeDecode, FakePrefill
 from .test_gateway_process import ALL_SERVICES, free_port, launch, services_at, stack
 from .test_gateway_resume import message, tokens_of
 
@@ -55,41 +50,6 @@ async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.I
     harness.stack.push_async_callback(server.stop)
     harness.stack.push_async_callback(channel.close)
     return inference_pb2_grpc.InferenceStub(channel)
-
-
-@pytest.mark.parametrize("num_received", [None, 0, 3, 5])
-@pytest.mark.parametrize("is_parked", [False, True])
-async def test_another_key_neither_gets_a_request_nor_learns_of_it(
-    make_harness: Any, num_received: int | None, is_parked: bool
-) -> None:
-    """A request with another key is served as a new one, even if it has the id, the body, the
-    tokens and the resume token. The owner's request then goes on, and nothing of it is computed
-    again."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    prefill.names, decode.names = Verbatim(), Verbatim()
-    decode.parks, decode.pause_after = True, 5
-    first = await make_harness(prefill, decode)
-    stub = await keyed(first)
-    tokens: list[int] = []
-    call = stub.Generate(message(None), metadata=bearer(ALICE))
-    mine = asyncio.create_task(tokens_of(call, tokens))
-    await until(lambda: len(tokens) == 5)
-    if is_parked:
-        second = await first.another()
-        await first.lose_workers()
-        await until(lambda: bool(decode.parked))
-        mine.cancel()
-        stub = await keyed(second)
-    decode.pause_after = 8
-    theirs = stub.Generate(message(num_received), metadata=bearer(BOB))
-    assert await tokens_of(theirs) == expected(PROMPT, 8)[num_received or 0 :]
-    assert len(prefill.submitted) == 2
-    if is_parked:
-        again = stub.Generate(message(5), metadata=bearer(ALICE))
-        assert await tokens_of(again) == expected(PROMPT, 8)[5:]
-    else:
-        assert await mine == expected(PROMPT, 8)
-    assert len(prefill.submitted) == 2
 
 
 async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness: Any) -> None:
@@ -276,36 +236,6 @@ async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -
     _, stderr = await process.communicate()
     assert process.returncode == 2
     assert b"keys[0].hash: Field required" in stderr
-
-
-async def test_a_gateway_serves_clients_over_tls_at_both_ports(
-    launch_keyed: Any, tmp_path: Path
-) -> None:
-    """Operators too: only the Unix socket has no TLS."""
-    write_certificates(tmp_path)
-    kinds = {"CERT": "gateway.crt", "KEY": "gateway.key"}
-    tls = {f"PUBLIC_TLS_{kind}": str(tmp_path / name) for kind, name in kinds.items()}
-    port, http_port = await free_port(), await free_port()
-    await launch_keyed(PORT=str(port), HTTP_PORT=str(http_port), waits=False, **tls)
-    ca = tmp_path / "ca.crt"
-    async with AsyncClient(f"127.0.0.1:{port}", api_key=BOB, tls=Tls(ca)) as client:
-        await until(lambda: _answers(client), limit_s=10)
-        assert await client.models() == ()
-        with pytest.raises(NotAllowed):
-            await client.workers()
-    context = ssl.create_default_context(cafile=str(ca))
-    async with httpx.AsyncClient(verify=context, trust_env=False) as http:
-        url = f"https://127.0.0.1:{http_port}/v1/models"
-        assert (await http.get(url)).status_code == 401
-        assert (await http.get(url, headers={"Authorization": f"Bearer {BOB}"})).is_success
-
-
-async def _answers(client: AsyncClient) -> bool:
-    try:
-        await client.is_ready()
-    except QuireError:
-        return False
-    return True
 
 
 async def test_web_pages_of_chosen_origins_may_call(launch_keyed: Any) -> None:
