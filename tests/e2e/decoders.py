@@ -58,6 +58,20 @@ async def accepts(worker: Worker) -> bool:
     return True
 
 
+async def until_two_serve(client: AsyncClient) -> None:
+    """Wait until two decode workers serve; asks for them, as tests before may have drained one."""
+
+    async def states() -> list[str]:
+        await client.scale(num_decode=2)
+        return await decoder_states(client)
+
+    await until(states, lambda now: now == ["serving"] * 2, limit_s=90)
+
+
+async def decoder_states(client: AsyncClient) -> list[str]:
+    return [worker.state for worker in await decoders(client)]
+
+
 def pid_of(deployment: Deployment, worker: Worker) -> int:
     """The pid of the process that listens on the worker's port."""
     port = int(worker.address.rpartition(":")[2])

@@ -2,27 +2,17 @@
 
 from pathlib import Path
 
-import pytest
-
+from bench.make_checkpoint import make_checkpoint
+from services.model.checkpoint.reading import read_model_config
 from services.model.structured.structure import Structure, StructureKind
-from services.model.structured.vocabulary import Vocabulary
 from services.worker.grammars import Grammars
-from tests.forms import EOS, VOCAB_SIZE, Forms
 
 
-def test_the_vocabulary_is_read_once_and_before_the_first_form(
-    forms: Forms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = []
-
-    def load(*_: object) -> Vocabulary:
-        read.append(forms.vocabulary)
-        return forms.vocabulary
-
-    monkeypatch.setattr(Vocabulary, "load", load)
-    grammars = Grammars(Path("model"), VOCAB_SIZE, [EOS])
+def test_the_vocabulary_is_read_once_and_before_the_first_form(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model")
+    config = read_model_config(directory)
+    grammars = Grammars(directory, config.vocab_size, config.eos_token_ids)
     grammars.warm_up()
     grammars._thread.submit(lambda: None).result()
-    assert len(read) == 1
+    (directory / "tokenizer.json").unlink()
     assert grammars.get(Structure(StructureKind.REGEX, "a")).compiled.result()
-    assert len(read) == 1
