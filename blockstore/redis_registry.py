@@ -9,8 +9,9 @@
 {quire}:usage:<minute>  HASH    source -> what it counted until then; expires after a day
 
 All keys have one hash tag, so that one node of a cluster has them.
-A server may lose all this: members announce themselves again, and the server's clock is later than
-every arrival before, unless there were a thousand a second.
+A server may lose all this: members announce themselves again, gateways list the adapters that they
+know, and the server's clock is later than every arrival before, unless there were a thousand a
+second.
 
 `members` leaves out and reports entries whose signature was not made with this deployment's key.
 The signature covers the key's name and the whole member, including the address. It cannot show that

@@ -66,6 +66,10 @@ class AdapterList(Protocol):
     """The LoRA adapters of the deployment, which a registry keeps beside its entries: name -> an
     entry of the gateway that has loaded it. Errors: StoreUnavailable, StoreLost."""
 
+    @property
+    def run_id(self) -> str:
+        """The history of the data: another one has begun without the data of the one before."""
+
     async def adapters(self) -> dict[str, str]: ...
 
     async def set_adapter(self, name: str, entry: str) -> None: ...

@@ -16,6 +16,12 @@ class MemoryRegistry:
         self._last_arrival = 0
         self._adapters: dict[str, str] = {}
         self._usage: dict[int, dict[str, str]] = {}
+        self.run_id = "1"
+
+    def lose(self) -> None:
+        """Begin anew without any data, as a server that has started again."""
+        self._members, self._adapters, self._usage = {}, {}, {}
+        self.run_id += "1"
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         self._members[member.member_id] = (member, self._clock() + ttl_s)

@@ -57,6 +57,8 @@ class GatewayAdapters:
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         self._read_at = -_REFRESH_S
+        self._run_id = ""
+        """The history of the list that was read last."""
         self._shadowed: frozenset[str] = frozenset()
         """Models that have the name of an adapter, which clients mean by it."""
 
@@ -101,10 +103,17 @@ class GatewayAdapters:
             raise StartupError(f"--lora {name}={directory}: {error}") from error
 
     async def refresh(self) -> None:
-        """Read the list. BlockStoreError."""
+        """Read the list. If its server has lost it, list again what this gateway serves.
+        BlockStoreError."""
         found: dict[str, ServedAdapter] = {}
         self._read_at = time.monotonic()
-        for name, entry in (await self._listed.adapters()).items():
+        listed = await self._listed.adapters()
+        if self._listed.run_id != self._run_id:
+            for name in self._served.keys() - listed.keys():
+                listed[name] = json.dumps(asdict(self._served[name]))
+                await self._listed.set_adapter(name, listed[name])
+            self._run_id = self._listed.run_id
+        for name, entry in listed.items():
             fields = json.loads(entry)
             found[name] = ServedAdapter(Adapter(**fields["adapter"]), fields["model"])
         self._served = found

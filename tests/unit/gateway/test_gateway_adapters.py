@@ -84,6 +84,26 @@ async def test_an_adapter_loaded_at_one_gateway_is_served_by_all(
     assert unknown.value.param == "lora_name"
 
 
+async def test_adapters_are_listed_again_after_the_registry_was_lost(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path, tmp_path: Path
+) -> None:
+    """By any gateway that serves them, with what was loaded since; what was unloaded stays away."""
+    one, other = gateway(registry, config), gateway(registry, config)
+    kept = await one.load("poet", str(adapter))
+    await one.load("gone", str(adapter))
+    await other.refresh()
+    await one.unload("gone")
+    await other.refresh()
+    registry.lose()
+    await other.load("new", str(write_adapter(tmp_path / "new", config, 5)))
+    assert await gateway(registry, config).find("poet") == kept
+    await one.refresh()
+    assert [each.adapter.name for each in one.served()] == ["new", "poet"]
+    await one.unload("poet")
+    await other.refresh()
+    assert [each.adapter.name for each in other.served()] == ["new"]
+
+
 async def test_names_and_limits(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path, tmp_path: Path
 ) -> None:
