@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import grpc
 
 from quire.errors import (
+    STOPPING,
     BadTls,
     Conflict,
     DeadlineExceeded,
@@ -68,7 +69,9 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
         is_lost = "Handshake read failed" in message or "Handshake write failed" in message
         if not is_lost and ("andshake" in message or "certificate" in message.lower()):
             return BadTls(f"the TLS handshake with {address} failed: {message}")
-        return Unreachable(f"no server answers at {address}", "unreachable")
+        is_stopping = status is grpc.StatusCode.CANCELLED
+        code = STOPPING if is_stopping else "unreachable"
+        return Unreachable(f"no server answers at {address}", code)
     if status is grpc.StatusCode.UNIMPLEMENTED:
         message = (
             f"{address} does not serve this call; operations are served at an address of their own "

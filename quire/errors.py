@@ -10,6 +10,11 @@ class QuireError(Exception):
         self.code = code
 
 
+STOPPING = "stopping"
+"""The code of Unreachable for a call that came just as its server stopped: another one may take
+that server's place."""
+
+
 class Unreachable(QuireError):
     """No server answers at the address."""
 

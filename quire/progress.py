@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire import messages
-from quire.errors import DeadlineExceeded, QuireError, Unavailable, Unreachable
+from quire.errors import STOPPING, DeadlineExceeded, QuireError, Unavailable, Unreachable
 from quire.messages import Request
 from quire.v1.inference_pb2 import GenerateRequest, GenerateResponse, ReceivedSequence
 
@@ -95,7 +95,7 @@ class Progress:
         if self._num_breaks:  # while a gateway worked on the request, the client looked for none
             self._looked_s += (self._sent_at if is_accepted else now) - self._broke_at
         self._broke_at = now
-        self._was_answered |= is_accepted
+        self._was_answered |= is_accepted or error.code == STOPPING
         self._num_breaks = 1 if is_accepted else self._num_breaks + 1
         asked_all = self._num_breaks >= self._num_gateways
         # With several gateways, one of them may be just returning while another leaves.

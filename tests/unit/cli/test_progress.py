@@ -116,6 +116,19 @@ def test_the_only_gateway_is_asked_again_if_it_had_accepted_the_request(clock: C
         asked.record_break(GONE)
 
 
+def test_the_only_gateway_is_asked_again_if_the_call_came_just_as_it_stopped(clock: Clock) -> None:
+    """gRPC answers such a call with CANCELLED. In an upgrade another gateway is there already."""
+    with pytest.raises(Unreachable) as caught, translate_errors("here"):
+        raise aio.AioRpcError(StatusCode.CANCELLED, aio.Metadata(), aio.Metadata())
+    asked = progress(clock)
+    assert asked.record_break(caught.value) == 0.05
+    clock.now_s += 10.0
+    with pytest.raises(Unreachable):
+        asked.record_break(GONE)
+    with pytest.raises(Unreachable):
+        progress(clock).record_break(GONE)
+
+
 def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
     asked = progress(clock)
     asked.record_response(SOME)
