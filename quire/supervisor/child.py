@@ -3,26 +3,21 @@
 import asyncio
 import math
 import os
-import re
 import signal
-import socket
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from quire.sockets import listen
 from quire.supervisor.console import Console
+from quire.supervisor.descriptors import Listeners, ParentPipe
 from quire.supervisor.errors import ServeError
 from quire.supervisor.restart import STEADY_S, Exit, Restarts
+from quire.supervisor.service_process import ServiceProcess
 
 PARENT_FD = "QUIRE_PARENT_FD"
-_CHUNK_BYTES = 1 << 16
-MAX_LINE_BYTES = 1 << 20
 RETIRE_S = 3600.0
 """The longest that the requests of a gateway go on after another process has taken its place."""
-_LINE_END = re.compile(rb"[\r\n]+")
 
 
 class Stage(IntEnum):
@@ -77,37 +72,17 @@ class ChildSpec:
         return {**self.environment, **ports, **sockets}
 
 
-class Listeners:
-    """The listening sockets of gateways. They outlive their gateways, so that a connection waits
-    while one gateway takes the place of another."""
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """A service as one supervisor hands it to the next one."""
 
-    def __init__(self) -> None:
-        self._sockets: dict[tuple[str, int], socket.socket] = {}
-
-    def get(self, host: str, port: int) -> int:
-        """Return the descriptor of the socket that listens there. OSError."""
-        if (host, port) not in self._sockets:
-            self._sockets[host, port] = listen(host, port)
-        return self._sockets[host, port].fileno()
-
-    def close(self) -> None:
-        for each in self._sockets.values():
-            each.close()
-
-
-class ParentPipe:
-    """A pipe that lets the children notice the death of the supervisor.
-
-    The children hold the reading end. Only the supervisor holds the writing end, so the kernel
-    closes it however the supervisor dies.
-    """
-
-    def __init__(self) -> None:
-        self.reading_end, self._writing_end = os.pipe()
-
-    def close(self) -> None:
-        os.close(self.reading_end)
-        os.close(self._writing_end)
+    spec: ChildSpec
+    role: str
+    """The role of a worker, which may have changed."""
+    is_stopping: bool
+    """Whether the service is told to end, or has ended."""
+    process: ServiceProcess | None
+    """The process, or None if none runs."""
 
 
 class Child:
@@ -134,8 +109,7 @@ class Child:
         self._is_steady = is_steady
         self._restarts = Restarts()
         self._stopping = asyncio.Event()
-        self._process: Process | None = None
-        self._started_at = 0.0
+        self._process: ServiceProcess | None = None
         self._failure = ""
         self._ended = asyncio.Event()
 
@@ -157,7 +131,7 @@ class Child:
     def running_since(self) -> float:
         """When the process started, by the event loop's clock; infinite if none runs."""
         runs = self._process is not None and self._process.returncode is None
-        return self._started_at if runs else math.inf
+        return self._process.started_at if runs and self._process else math.inf
 
     @property
     def pid(self) -> int | None:
@@ -170,6 +144,18 @@ class Child:
         it is told to end."""
         is_steady = asyncio.get_running_loop().time() - self.running_since >= STEADY_S
         return "" if not self.is_staying or is_steady else self._failure
+
+    @property
+    def state(self) -> ChildState:
+        process = self._process if self.pid is not None else None
+        return ChildState(self.spec, self.role, not self.is_staying, process)
+
+    def adopt(self, state: ChildState) -> None:
+        """Go on where the supervisor before this one was; `run` comes next."""
+        self.role, self._process = state.role, state.process
+        if state.is_stopping:
+            self._stopping.set()
+            self._end_later()
 
     def drain(self) -> None:
         """Send SIGTERM, without a restart afterwards; `run` returns when the process has ended.
@@ -186,10 +172,11 @@ class Child:
         self._console.note(f"{self.name} leaves its ports to a new process")
         self._stopping.set()
         self._send_signal(signal.SIGUSR1)
-        asyncio.get_running_loop().call_later(RETIRE_S, self._send_signal, signal.SIGTERM)
+        self._end_later()
 
-    def restart(self) -> None:
-        """Send SIGTERM; `run` then starts the service again."""
+    def restart(self, spec: ChildSpec) -> None:
+        """Send SIGTERM; `run` then starts the service again, by this spec."""
+        self.spec = spec
         self._send_signal(signal.SIGTERM)
 
     async def ended(self) -> None:
@@ -203,8 +190,10 @@ class Child:
         makes the run smaller. ServeError: the service cannot start.
         """
         try:
-            while not self._stopping.is_set():
-                ended = await self._run_once()
+            while self._process is not None or not self._stopping.is_set():
+                process = self._process = self._process or self._start()
+                ended = await self._until_ended(process)
+                self._process = None
                 if self._stopping.is_set():
                     break
                 await self._pause_after(ended)
@@ -228,63 +217,37 @@ class Child:
         self._send_signal(signal.SIGKILL)
 
     def _send_signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.send_signal(number)
 
-    async def _run_once(self) -> Exit:
-        loop = asyncio.get_running_loop()
-        self._started_at = loop.time()
-        # A process group of its own: Ctrl-C reaches only the supervisor, which then ends the
-        # services in order. Not a session of its own: Linux gives each session its own share of a
-        # CPU (sched_autogroup), and workers on one CPU would wait hundreds of milliseconds for
-        # their turns.
+    def _end_later(self) -> None:
+        asyncio.get_running_loop().call_later(RETIRE_S, self._send_signal, signal.SIGTERM)
+
+    def _start(self) -> ServiceProcess:
         inherited = {PARENT_FD: self._pipe.reading_end}
         if self.spec.http is not None:
             variable, host, port = self.spec.http
             inherited[variable] = self._listeners.get(host, port)
-        self._process = await asyncio.create_subprocess_exec(
-            *self.spec.command,
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env={
-                **os.environ,
-                **self._variables(),
-                **{name: str(fd) for name, fd in inherited.items()},
-            },
-            pass_fds=tuple(inherited.values()),
-            process_group=0,
-        )
-        if self._stopping.is_set():
-            self._send_signal(signal.SIGTERM)
-        last_line = await self._forward(self._process)
-        status = await self._process.wait()
-        return Exit(status, loop.time() - self._started_at, last_line)
+        descriptors = {name: str(fd) for name, fd in inherited.items()}
+        environment = {**os.environ, **self._variables(), **descriptors}
+        return ServiceProcess.start(self.spec.command, environment, tuple(inherited.values()))
 
     def _variables(self) -> Mapping[str, str]:
         if self.role == self.spec.role:
             return self.spec.variables
         return {**self.spec.variables, f"QUIRE_{self.spec.role.upper()}_FIRST_ROLE": self.role}
 
-    async def _forward(self, process: Process) -> str:
-        """Forward the service's output; returns its last line. A carriage return ends a line too,
-        as in progress bars, and so does a length of MAX_LINE_BYTES."""
-        assert process.stdout is not None
-        rest, last_line = b"", ""
-        while chunk := await process.stdout.read(_CHUNK_BYTES):
-            *lines, rest = _LINE_END.split(rest + chunk)
-            if len(rest) >= MAX_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                last_line = self._forward_line(line) or last_line
-        return self._forward_line(rest) or last_line
+    async def _until_ended(self, process: ServiceProcess) -> Exit:
+        status, _ = await asyncio.gather(process.ended(), self._forward(process))
+        lived_s = asyncio.get_running_loop().time() - process.started_at
+        return Exit(status, lived_s, process.last_line)
 
-    def _forward_line(self, line: bytes) -> str:
-        text = line.decode(errors="replace").rstrip()
-        if not text or any(noise in text for noise in self.spec.noise):
-            return ""
-        self._console.line(self.name, text)
-        return text
+    async def _forward(self, process: ServiceProcess) -> None:
+        """Forward the service's output without its noise."""
+        async for line in process.lines():
+            if not any(noise in line for noise in self.spec.noise):
+                self._console.line(self.name, line)
+                process.last_line = line
 
     async def _pause_after(self, ended: Exit) -> None:
         delay_s = self._restarts.delay_after(ended)

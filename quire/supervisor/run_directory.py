@@ -67,12 +67,13 @@ class RunDirectory:
     ends."""
 
     path: Path
-    _lock: int
+    lock: int
+    """The descriptor whose closing ends the lock."""
 
     def remove(self) -> None:
         with _locked(self.path.parent):
             shutil.rmtree(self.path)
-            os.close(self._lock)
+            os.close(self.lock)
 
 
 def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory:

@@ -12,37 +12,61 @@ from typing import Any
 
 from quire.supervisor import topology, valkey
 from quire.supervisor.banner import banner
-from quire.supervisor.child import Child, ChildSpec, Listeners, ParentPipe, Stage
+from quire.supervisor.child import Child, ChildSpec, ChildState, Stage
 from quire.supervisor.console import Console
 from quire.supervisor.crowding import crowding
+from quire.supervisor.descriptors import Listeners, ParentPipe
 from quire.supervisor.errors import ServeError
+from quire.supervisor.handover import Handover, execute, signals_kept, try_out
 from quire.supervisor.model_source import check_model
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import check_service, specs_to_check
-from quire.supervisor.run_directory import RUNS, RunRecord, claim
+from quire.supervisor.run_directory import RUNS, RunDirectory, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
 
 EXIT_S = 1.0
 """The most time that the exit of a process takes."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNAL_S = 0.05
+"""The most time until a signal that has come is handled."""
 
 
-def serve(options: ServeOptions, models: Sequence[ModelOptions], runs: Path = RUNS) -> None:
-    """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if the deployment cannot
-    start."""
-    record = RunRecord(
-        os.getpid(),
-        options.host,
-        options.grpc_port,
-        options.http_port,
-        options.num_gateways,
-        options.drain_time,
-    )
-    directory = claim(runs, record)
+def serve(
+    options: ServeOptions,
+    models: Sequence[ModelOptions],
+    runs: Path = RUNS,
+    received: Handover | None = None,
+) -> None:
+    """Run a deployment until SIGINT, SIGTERM or SIGHUP, from its start or from where another
+    supervisor was in this process. Raises ServeError if the deployment cannot start."""
+    if received is not None and received.signals is None:
+        _try_to_continue(options, models, received.run)
+        return
+    if received is not None:
+        directory = RunDirectory(received.run, received.lock)
+    else:
+        record = RunRecord(
+            os.getpid(),
+            options.host,
+            options.grpc_port,
+            options.http_port,
+            options.num_gateways,
+            options.drain_time,
+        )
+        directory = claim(runs, record)
     try:
-        asyncio.run(Supervisor(options, models, directory.path, Console()).run())
+        asyncio.run(Supervisor(options, models, directory, Console(), received).run())
     finally:
         directory.remove()
+
+
+def _try_to_continue(options: ServeOptions, models: Sequence[ModelOptions], run: Path) -> None:
+    """Do what a supervisor does that takes the place of another one, without its services."""
+    topology.services(options, models, run)
+    topology.store(options, run)
+    import_module("quire.supervisor.readiness")
+    import_module("quire.supervisor.service")
 
 
 class Supervisor:
@@ -52,23 +76,29 @@ class Supervisor:
         self,
         options: ServeOptions,
         models: Sequence[ModelOptions],
-        run_directory: Path,
+        run_directory: RunDirectory,
         console: Console,
+        received: Handover | None,
     ) -> None:
+        """`received` is the state of the supervisor before this one, if there was one."""
         self._options = options
         self._models = models
-        self._directory = run_directory
+        self._directory = run_directory.path
+        self._lock = run_directory.lock
         self._console = console
+        self._received = received
         self._log_format = "supervised" if console.is_terminal else "json"
-        self._pipe = ParentPipe()
-        self._listeners = Listeners()
+        self._pipe = ParentPipe(received.pipe if received else None)
+        self._listeners = Listeners(received.listeners if received else ())
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
-        self._has_served = False
+        self._has_served = received is not None and received.has_served
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
+        for state in self._received.children if self._received else ():
+            self._start(state.spec, state)
         self._listen_to_signals()
         scaler = WorkerScaler(
             *(self._children, self._start),
@@ -89,24 +119,12 @@ class Supervisor:
     async def _bring_up(self, scaler: WorkerScaler, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        if warning := self._crowding():
-            self._console.note(f"warning: {warning}")
         specs = topology.services(
             self._options, self._models, self._directory, log_format=self._log_format
         )
-        # Valkey starts beside the checks, because its start waits more than it computes.
-        (self._directory / "pools").mkdir(mode=0o700)  # the checks ask how much fits there
-        checks = [asyncio.to_thread(check_model, model.path) for model in self._models]
-        checks += [
-            asyncio.to_thread(check_service, spec) for spec in specs_to_check(self._options, specs)
-        ]
-        checking = [self._spawn(check) for check in checks]
-        await self._start_store()
-        await asyncio.gather(*checking)
-        names = ", ".join(model.name for model in self._models)
-        self._console.note(f"Quire starts {names} in {self._directory}")
-        for spec in specs:
-            self._start(spec)
+        store = topology.store(self._options, self._directory)
+        if self._received is None:
+            await self._start_all(store, specs)
         # gRPC is imported while the services start, which takes longer.
         await asyncio.to_thread(import_module, "quire.supervisor.readiness")
         from quire.supervisor.readiness import wait_until_serving
@@ -115,14 +133,69 @@ class Supervisor:
         from quire.supervisor.upgrade import Upgrader
 
         roles = Roles(self._children, self._directory)
-        upgrader = Upgrader(self._children, self._start, scaler, roles, self._directory)
+        by_name = {spec.name: spec for spec in (*specs, *((store,) if store else ()))}
+        upgrader = Upgrader(
+            *(self._children, self._start, scaler, roles, self._directory, by_name),
+            hand_over=self._hand_over,
+        )
+        if self._received is not None:
+            upgrader.resume()
         await stack.enter_async_context(served(scaler, upgrader, roles, self._directory))
+        if self._has_served:
+            return
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),
             has_others=self._options.shares_store,
         )
         self._has_served = True
         self._console.note(banner(self._options, serving, loop.time() - started))
+
+    async def _start_all(self, store: ChildSpec | None, specs: Sequence[ChildSpec]) -> None:
+        if warning := self._crowding():
+            self._console.note(f"warning: {warning}")
+        # Valkey starts beside the checks, because its start waits more than it computes.
+        (self._directory / "pools").mkdir(mode=0o700)  # the checks ask how much fits there
+        checks = [asyncio.to_thread(check_model, model.path) for model in self._models]
+        checks += [
+            asyncio.to_thread(check_service, spec) for spec in specs_to_check(self._options, specs)
+        ]
+        checking = [self._spawn(check) for check in checks]
+        if store is not None:
+            self._start(store)
+            await valkey.wait_until_answering(self._directory)
+        await asyncio.gather(*checking)
+        names = ", ".join(model.name for model in self._models)
+        self._console.note(f"Quire starts {names} in {self._directory}")
+        for spec in specs:
+            self._start(spec)
+
+    async def _hand_over(self) -> None:
+        """Let the installed version take this supervisor's place. Raises ServeError if it cannot;
+        returns only if the run ends meanwhile."""
+        try:
+            await asyncio.to_thread(try_out, self._state(None))
+            with signals_kept(_SIGNALS) as signals:
+                await asyncio.sleep(_SIGNAL_S)  # for those that came before
+                if not self._stop.is_set():
+                    self._console.note("the supervisor becomes the installed version")
+                    execute(self._state(signals))
+        except ServeError as error:
+            raise ServeError(
+                f"nothing is replaced, because the supervisor stays: {error}"
+            ) from error
+
+    def _state(self, signals: int | None) -> Handover:
+        return Handover(
+            self._directory,
+            self._lock,
+            self._pipe.descriptors,
+            self._listeners.descriptors,
+            tuple(child.state for child in self._children),
+            self._options.grpc_port,
+            self._options.http_port,
+            self._has_served,
+            signals,
+        )
 
     def _crowding(self) -> str:
         """A warning if there are many workers. Raises ServeError if there are too many."""
@@ -132,17 +205,12 @@ class Supervisor:
         except ValueError as error:
             raise ServeError(str(error)) from error
 
-    async def _start_store(self) -> None:
-        spec = topology.store(self._options, self._directory)
-        if spec is None:
-            return
-        self._start(spec)
-        await valkey.wait_until_answering(self._directory)
-
-    def _start(self, spec: ChildSpec) -> Child:
+    def _start(self, spec: ChildSpec, state: ChildState | None = None) -> Child:
         child = Child(
             *(spec, self._pipe, self._listeners, self._console), is_steady=lambda: self._has_served
         )
+        if state is not None:
+            child.adopt(state)
         self._children.append(child)
         self._spawn(child.run())
         return child
@@ -171,8 +239,13 @@ class Supervisor:
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        if self._received is not None and self._received.signals is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            for _ in os.read(self._received.signals, 64):
+                self._on_signal()
+            os.close(self._received.signals)
 
     def _on_signal(self) -> None:
         """The first signal ends the run in order, a second one kills all services."""

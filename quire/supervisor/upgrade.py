@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from quire.supervisor.roles import Roles
 from quire.supervisor.worker_scaler import WorkerScaler
 
 _POLL_S = 0.1
-GATEWAY_START_S, WORKER_START_S = 60.0, 600.0
+GATEWAY_START_S, WORKER_START_S, STORE_START_S = 60.0, 600.0, 60.0
 """The longest that a new process may take until it serves; a large model takes minutes to load."""
 
 
@@ -26,20 +27,25 @@ class _Failed(Exception):
 
 class Upgrader:
     """Upgrades a run, once at a time. `children` are all services that the run has ever started,
-    and `start` starts one more.
+    `start` starts one more, and `specs` are those of the services by name. `hand_over` lets the
+    installed supervisor take this one's place; it raises ServeError if that is not possible.
 
     A new process of a gateway or a worker serves before the old one leaves, so nobody waits:
 
+        supervisor       its process becomes the installed version, which goes on from here
         gateways         the new process takes the new connections; the old one ends its requests
         block manager,   they start again; no request needs the one, and a request whose pull fails
         movers           is computed
         workers          a prefill and a decode worker of each model at a time, so that a pool of
                          other weights or of another layout has both before the old ones leave;
                          the old ones' requests move
+        store            it starts again, empty, and is rebuilt from workers and stamps
 
-    The gateways come first because a new one serves only if it understands the old workers. If a
-    new process does not serve, it ends, the upgrade ends, and the old ones go on. The store and the
-    supervisor itself are not replaced.
+    The supervisor comes first because the installed version knows with which settings its services
+    start, and because nothing has changed if it does not start. The gateways come next because a
+    new one serves only if it understands the old workers. The store comes last, so that the new
+    workers rebuild it, with their own functions, and the block manager has copies of what is
+    retained. If a new process does not serve, it ends, the upgrade ends, and the old ones go on.
     """
 
     def __init__(
@@ -49,12 +55,16 @@ class Upgrader:
         scaler: WorkerScaler,
         roles: Roles,
         run: Path,
+        specs: Mapping[str, ChildSpec],
+        hand_over: Callable[[], Awaitable[None]],
     ) -> None:
         self._children = children
         self._start = start
         self._scaler = scaler
         self._roles = roles
         self._run = run
+        self._specs = specs
+        self._hand_over = hand_over
         self._task: asyncio.Task[None] | None = None
         self._steps: list[str] = []
 
@@ -73,22 +83,37 @@ class Upgrader:
             self._steps = []
             self._task = asyncio.create_task(self._upgrade(), name="upgrade")
 
+    def resume(self) -> None:
+        """Go on with the upgrade in which this supervisor took the place of another one."""
+        self._steps = [f"the supervisor is version {version('quire-serve')}, in the same process."]
+        self._task = asyncio.create_task(self._replace_services(), name="upgrade")
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def _upgrade(self) -> None:
+        """Begin with the supervisor. An error of any kind is the upgrade's failure."""
+        await self._hand_over()
+        raise _Failed("the run ends")
+
+    async def _replace_services(self) -> None:
         """Replace every service. An error of any kind ends it, and is the upgrade's failure."""
         movers = [each for each in self._staying(Stage.WORKER) if not each.spec.role]
         for old in self._staying(Stage.GATEWAY):
             await self._replace_gateway(old)
         for old in self._staying(Stage.BLOCK_MANAGER) + movers:
-            old.restart()
+            old.restart(self._spec(old))
             self._steps.append(f"{old.name} starts again.")
         await self._roles.follow()
         for olds in self._worker_pairs():
             await self._replace_workers(olds)
+        await self._replace_store()
+
+    def _spec(self, old: Child) -> ChildSpec:
+        """The spec by which the installed version starts a service that is no worker."""
+        return self._specs.get(old.name, old.spec)
 
     def _staying(self, stage: Stage) -> list[Child]:
         return [each for each in self._children if each.spec.stage is stage and each.is_staying]
@@ -107,7 +132,7 @@ class Upgrader:
         port = int(old.spec.environment["QUIRE_GATEWAY_PORT"])
         path = operations_socket(self._run, socket.gethostname(), port)
         of_old = _inode(path)
-        new = self._start(old.spec)
+        new = self._start(self._spec(old))
 
         async def serves() -> bool:
             if _inode(path) == of_old:
@@ -139,10 +164,32 @@ class Upgrader:
             f"{new.name} serves in place of {old.name}, which has left." for new, old in pairs
         ]
 
+    async def _replace_store(self) -> None:
+        store = next(iter(self._staying(Stage.STORE)), None)
+        if store is None:
+            self._steps.append("the store is not of this run, and stays as it is.")
+            return
+        clock, old = asyncio.get_running_loop().time, store.pid
+        began, before = clock(), await self._registered()
+        store.restart(self._spec(store))
+
+        async def is_rebuilt() -> bool:
+            return store.pid not in (old, None) and before <= await self._registered()
+
+        await self._wait_until([store], is_rebuilt, STORE_START_S)
+        self._steps.append(f"{store.name} runs anew; it was rebuilt in {clock() - began:.1f} s.")
+
+    async def _registered(self) -> set[str]:
+        """The workers that serve, and their pools that are complete. Errors: those of `client`."""
+        async with AsyncClient(f"unix:{living_sockets(self._run)[-1]}") as client:
+            workers = [each for each in await client.workers() if each.state == "serving"]
+            complete = {each.pool_id for each in await client.pools() if not each.recovering}
+        return {each.name for each in workers} | {each.pool_id for each in workers} & complete
+
     async def _wait_until(
         self, news: Sequence[Child], serve: Callable[[], Awaitable[bool]], limit_s: float
     ) -> None:
-        """Wait until the new processes serve. _Failed, after ending them, if one does not."""
+        """Wait until the new processes serve. _Failed if one does not; then all but a store end."""
         try:
             async with asyncio.timeout(limit_s):
                 while not await _answers(serve):
@@ -152,7 +199,8 @@ class Upgrader:
                     await asyncio.sleep(_POLL_S)
         except (TimeoutError, _Failed) as error:
             for new in news:
-                new.drain()
+                if new.spec.stage is not Stage.STORE:
+                    new.drain()
             names = " and ".join(new.name for new in news)
             text = str(error) or f"{names} did not serve after {limit_s:g} s; its log says why"
             raise _Failed(text) from error

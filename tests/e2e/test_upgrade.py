@@ -1,8 +1,9 @@
-"""`quire upgrade` replaces every service of a run while requests run: none fails, none gets another
-token."""
+"""`quire upgrade` replaces the supervisor and every service of a run while requests run: no request
+fails or gets another token."""
 
 import asyncio
 import json
+import operator
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -18,7 +19,7 @@ from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.messages import Request
 from tests.exactness import Answer, strategies
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 from .deployment import Deployment
 
@@ -30,7 +31,10 @@ STRATEGIES = {
     name: strategies(NUM_TOKENS)[name]
     for name in ("temperature", "4 samples, adjusted", "structured", "4 beams")
 }
-SERVICES = ("services.gateway", "services.block_manager", "role=prefill", "role=decode")
+SERVICES = (
+    *("services.gateway", "services.block_manager", "role=prefill", "role=decode"),
+    "valkey-server",
+)
 
 Ask = Callable[[], Coroutine[Any, Any, Any]]
 
@@ -115,24 +119,53 @@ async def upgrade(deployment: Deployment) -> str:
     return output.decode()
 
 
+async def retained(http: httpx.AsyncClient) -> list[str]:
+    """The names of the prefixes that are retained, none while the store is away."""
+    answer = await http.get("/v1/cache")
+    return [each["name"] for each in answer.json().get("data", ())]
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def names_of_workers(client: Client) -> list[str]:
+    return sorted(each.name for each in client.workers() if each.state == "serving")
+
+
 async def test_every_service_is_replaced_and_no_request_notices(deployment: Deployment) -> None:
+    """What is retained stays so, and the next supervisor scales the run."""
     before = {service: deployment.running(service) for service in SERVICES}
     expected: dict[str, Any] = {"HTTP": await on_a_new_connection(deployment.http)}
     assert len(expected["HTTP"]) == NUM_TOKENS
     async with AsyncClient(deployment.address) as client:
         expected |= {each: await over_grpc(client, each) for each in STRATEGIES}
+    async with httpx.AsyncClient(base_url=deployment.http, timeout=60) as http:
+        prefix = {"name": "system", "tokens": PROMPT, "ttl": "1h"}
+        assert (await http.post("/v1/cache", json=prefix)).json()["status"] == "accepted"
     async for load in loads(deployment):
         printed = await upgrade(deployment)
         await load.end()
         assert {kind for kind, _ in load.answers} == expected.keys()
         assert [kind for kind, answer in load.answers if answer != expected[kind]] == []
-    assert "decode-2 serves in place of decode-1, which has left." in printed
+    assert "decode-2 serves in place of decode-1, which has left.\n" in printed
+    assert printed.startswith("the supervisor is version ")
+    assert printed.splitlines()[-1].startswith("redis runs anew; it was rebuilt in ")
+    assert b"\0--handover=" in command_line(deployment.process.pid)
     wait_until(lambda: all(len(deployment.running(each)) == 1 for each in SERVICES), limit_s=90)
     for service in SERVICES:
         assert not set(before[service]) & set(deployment.running(service)), service
     with Client(deployment.operations.split(",")[0]) as client:
         assert not any(report.violations for report in client.audit())
         assert sorted(each.name for each in client.workers()) == ["decode-2", "prefill-2"]
+        for number, names in (
+            (2, ["decode-2", "decode-3", "prefill-2"]),
+            (1, ["decode-2", "prefill-2"]),
+        ):
+            client.scale(num_decode=number)
+            wait_until(partial(names_of_workers, client), partial(operator.eq, names))
+    async with httpx.AsyncClient(base_url=deployment.http, timeout=60) as http:
+        await until(partial(retained, http), partial(operator.eq, ["system"]))
 
 
 async def test_new_weights_at_the_same_path_are_served_and_no_request_fails(

@@ -16,8 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
-from quire.supervisor.child import Child, ChildSpec, Listeners, ParentPipe, Stage
+from quire.supervisor.child import Child, ChildSpec, Stage
 from quire.supervisor.console import Console
+from quire.supervisor.descriptors import Listeners, ParentPipe
+from quire.supervisor.errors import ServeError
 from quire.supervisor.roles import Roles
 from quire.supervisor.service import SupervisorService
 from quire.supervisor.upgrade import Upgrader
@@ -97,6 +99,10 @@ class IdleChild(Child):
     @property
     def failure(self) -> str:
         return "it never starts"
+
+
+async def _refuse() -> None:
+    raise ServeError("no other version is installed")
 
 
 @dataclass
@@ -215,7 +221,7 @@ class Deployment:
         # As in `quire serve`: without our interceptor.
         server = aio.server()
         roles = Roles(children, self.directory)  # no gateway has a socket there
-        upgrader = Upgrader(children, start, scaler, roles, self.directory)
+        upgrader = Upgrader(children, start, scaler, roles, self.directory, {}, _refuse)
         self.stack.push_async_callback(upgrader.close)
         service = SupervisorService(scaler, upgrader, roles)
         supervisor_pb2_grpc.add_SupervisorServicer_to_server(service, server)

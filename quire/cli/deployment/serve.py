@@ -15,20 +15,31 @@ RunRoot = Annotated[
 ]
 
 
-def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
+def serve(
+    options: ServeOptions,
+    run_root: RunRoot = RUNS,
+    handover: Annotated[
+        int | None,
+        Option(metavar="FD", help="for `quire upgrade`, which starts this command anew with it"),
+    ] = None,
+) -> None:
     """Serve models on this host, in the foreground."""
     if options.cpus is not None and options.threads is not None:
         raise BadParameter("--cpus and --threads exclude each other")
     # Imported here and not above, because the help needs neither gRPC nor asyncio.
     from quire.supervisor import supervisor
+    from quire.supervisor.handover import receive
     from quire.supervisor.hosts import check_hosts
     from quire.supervisor.kept_secret import with_kept_secret
     from quire.supervisor.models import find_models
 
+    received = None if handover is None else receive(handover)
+    if received is not None:
+        options = replace(options, grpc_port=received.grpc_port, http_port=received.http_port)
     models = find_models(options)
     check_hosts(options, models)
     options = with_kept_secret(options, models)
-    supervisor.serve(resolved(options), models, run_root)
+    supervisor.serve(resolved(options), models, run_root, received)
 
 
 def down(run: RunName = None, run_root: RunRoot = RUNS) -> None:

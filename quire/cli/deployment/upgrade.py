@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from quire.reports import Upgrade
 
 _POLL_S = 0.2
-_PATIENCE_S = 10.0
-"""How long no gateway may answer: while one takes the place of another, a call may fail."""
+_PATIENCE_S = 30.0
+"""How long nobody may answer: while a gateway or the supervisor takes the place of another, a call
+fails."""
 
 
 def upgrade(gateway: OperationsFlags, as_json: Json = False) -> None:
-    """Replace each service of a `quire serve` by a process of the installed version, without losing
-    a request.
+    """Replace `quire serve` and each of its services by the installed version, without losing a
+    request.
 
-    A new process serves before the old one leaves. If it does not serve, the upgrade ends there,
-    and the old ones go on. If an upgrade is going on, the command follows it.
+    A new gateway or worker serves before the old one leaves. If it does not serve, the upgrade ends
+    there, and the old ones go on. If an upgrade is going on, the command follows it.
     """
     found = _ask(gateway, begin=True)
     num_shown = 0

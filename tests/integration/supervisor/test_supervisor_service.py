@@ -32,12 +32,13 @@ async def test_any_error_of_an_upgrade_is_its_failure(tmp_path: Path) -> None:
     gateway = cast(
         "Any",
         SimpleNamespace(
+            name="gateway",
             is_staying=True,
             spec=ChildSpec("gateway", (), Stage.GATEWAY, {"QUIRE_GATEWAY_PORT": "1"}),
         ),
     )
-    upgrader = Upgrader([gateway], start, none, none, tmp_path)
-    upgrader.begin()
+    upgrader = Upgrader([gateway], start, none, none, tmp_path, {}, none)
+    upgrader.resume()
     await until(lambda: not upgrader.upgrade.is_running)
     assert upgrader.upgrade.failure == "too many processes"
     await upgrader.close()
@@ -48,7 +49,7 @@ async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_
     line into the gateway's log."""
     none = cast("Any", None)
     async with (
-        served(none, Upgrader((), none, none, none, tmp_path), none, tmp_path),
+        served(none, Upgrader((), none, none, none, tmp_path, {}, none), none, tmp_path),
         aio.insecure_channel(supervisor_address(tmp_path), PINGS) as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)
