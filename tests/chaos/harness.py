@@ -212,8 +212,8 @@ async def run_chaos(
     num_cases: int | None = None,
 ) -> Report:
     """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`; with
-    None, one fault of each kind. `device` is cpu, or memfd:0, whose pool is kept like a GPU's; blocks
-    are kept in files, too. `num_cases` is as for `inject_faults`."""
+    None, one fault of each kind. `device` is cpu, or memfd:0, whose pool is kept like a GPU's.
+    Blocks are kept in files, too. `num_cases` is as for `inject_faults`."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
