@@ -123,7 +123,7 @@ class SettledDirectory(WorkerDirectory):
         super().__init__(
             MemoryRegistry(), store, lambda _: connections[0], load_model, lambda: None
         )
-        self._connections = {one.worker.id: one for one in connections}
+        self._connections = {(one.worker.id, one.worker.member.role): one for one in connections}
         self._specs = {SPEC.pool_id: SPEC}
         self._models = {str(directory): load_model(str(directory))}
 

@@ -121,4 +121,5 @@ async def test_a_connection_closes_in_the_moment_in_which_it_fails(make_harness:
 
 
 def _worker(harness: GatewayHarness, worker_id: str) -> Any:
-    return harness.assembly.directory._connections[worker_id].worker
+    found = harness.assembly.directory._connections
+    return next(one.worker for (known_id, _), one in found.items() if known_id == worker_id)

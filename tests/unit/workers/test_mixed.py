@@ -2,6 +2,7 @@
 what one step carries."""
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from services.runtime.errors import InvalidRequest
 from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
 from services.worker.roles.mixed import Mixed
 from tests.late_device import Device
 from tests.waiting import until
@@ -161,7 +163,7 @@ async def test_each_role_preempts_its_holders(mixed: MixedWorker) -> None:
     mixed.role.preempt(["h-r1", "h-r2"])
     mixed.model.gate.set()
     for session, request_id in ((mixed.decode, "r1"), (mixed.prefill, "r2")):
-        await until(lambda session=session: bool(session.of(Requeued)))  # type: ignore[misc]
+        await until(partial(session.of, Requeued))
         (event,) = session.of(Requeued)
         assert (event.request_id, event.reason) == (request_id, RequeueReason.PREEMPTED)
     assert mixed.worker.metrics.num_preemptions._value.get() == 2
@@ -177,9 +179,9 @@ async def test_a_closed_stream_ends_the_requests_of_its_role(mixed: MixedWorker)
 
 
 async def test_it_takes_neither_role_alone(mixed: MixedWorker) -> None:
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         with pytest.raises(InvalidRequest, match=f"decode-1 is a {role} worker already"):
-            mixed.worker.drain(role)  # type: ignore[arg-type]
+            mixed.worker.drain(role)
     assert not mixed.worker.draining
 
 
