@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> tuple[StepFacts, dict[str, Tensor]]:
     width, num_wanted = draw(st.integers(0, 5)), draw(st.integers(0, 7))
 
     def random(*shape: int, dtype: type[np.integer[Any]] = np.int64) -> Tensor:
-        return torch.from_numpy(np.random.default_rng(1).integers(-9, 9, shape, dtype))
+        return torch.from_numpy(np.random.default_rng(1).integers(-9, 9, shape).astype(dtype))
 
     placed = {name: random(int(begins[-1])) for name in ("token_ids", "positions", "slot_mapping")}
     placed |= {
