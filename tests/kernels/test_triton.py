@@ -24,25 +24,26 @@ PARTS = [
 
 
 def test_the_sampler_on_a_device_draws_as_the_host() -> None:
-    assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_sampling_suite.py")))
+    assert_passes(SUITE.with_name("triton_sampling_suite.py"))
 
 
 def test_keys_and_values_in_fp8_are_those_of_the_reference() -> None:
-    assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_fp8_kv_suite.py")))
+    assert_passes(SUITE.with_name("triton_fp8_kv_suite.py"))
 
 
 def test_steps_from_graphs_have_the_tokens_of_transformers() -> None:
-    assert_passes("pytest", "--quiet", str(SUITE.with_name("triton_graphs_suite.py")))
+    assert_passes(SUITE.with_name("triton_graphs_suite.py"))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
-    assert_passes("pytest", "--quiet", "-k", part, str(SUITE))
+    assert_passes(SUITE, "-k", part)
 
 
-def assert_passes(*module_and_arguments: str) -> None:
+def assert_passes(suite: Path, *selection: str) -> None:
+    plugin = ("-p", "tests.kernels.triton_interpreter")
     interpreted = subprocess.run(
-        [sys.executable, "-m", *module_and_arguments],
+        [sys.executable, "-m", "pytest", "--quiet", *plugin, *selection, str(suite)],
         cwd=SUITE.parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

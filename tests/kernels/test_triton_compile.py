@@ -26,6 +26,9 @@ from kvops.triton.experts import experts
 from kvops.triton.fusions import clear_begun_blocks
 from kvops.triton.linears import LINEAR_ROWS
 
+FULL = pytest.mark.full
+"""`make test` compiles of each kind the kernels that differ most: one takes seconds to compile."""
+
 SHARED_BYTES = 99 * 1024
 """Shared memory of a block on capabilities 8.6 and 8.9, the smallest since 8.0."""
 
@@ -67,8 +70,8 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
 @pytest.fixture(
     params=[
         pytest.param(80, id="sm_80"),
-        pytest.param(90, id="sm_90", marks=pytest.mark.full),
-        pytest.param(100, id="sm_100", marks=pytest.mark.full),
+        pytest.param(90, id="sm_90", marks=FULL),
+        pytest.param(100, id="sm_100", marks=FULL),
     ]
 )
 def capability(request: pytest.FixtureRequest) -> int:
@@ -107,9 +110,16 @@ def loads_that_loops_wait_for(ptx: str) -> set[str]:
     return {kind for loop in loops for kind in re.findall(r"\bld\.global\S*", "".join(loop))}
 
 
-@pytest.mark.parametrize("num_tokens", [4, 200], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (32, torch.float32)]
+    ("num_tokens", "head_dim", "dtype"),
+    [
+        (4, 128, torch.bfloat16),
+        (200, 128, torch.bfloat16),
+        (4, 32, torch.float32),
+        pytest.param(4, 256, torch.bfloat16, marks=FULL),
+        pytest.param(200, 256, torch.bfloat16, marks=FULL),
+        pytest.param(200, 32, torch.float32, marks=FULL),
+    ],
 )
 def test_attention_compiles(
     capability: int, tmp_path: Path, num_tokens: int, head_dim: int, dtype: torch.dtype
@@ -131,9 +141,9 @@ def test_attention_compiles(
     ("head_dim", "dtype"),
     [
         (128, torch.bfloat16),
-        (32, torch.float32),
-        pytest.param(64, torch.bfloat16, marks=pytest.mark.full),
-        pytest.param(96, torch.float16, marks=pytest.mark.full),
+        pytest.param(32, torch.float32, marks=FULL),
+        pytest.param(64, torch.bfloat16, marks=FULL),
+        pytest.param(96, torch.float16, marks=FULL),
     ],
 )
 def test_hopper_s_tiles_fit_its_shared_memory(
@@ -147,17 +157,18 @@ def test_hopper_s_tiles_fit_its_shared_memory(
     assert ("wgmma" in kernel.asm["ptx"]) == (dtype != torch.float32)
 
 
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=FULL)])
 @pytest.mark.parametrize("converts", [False, True], ids=["by bits", "by instructions"])
 def test_keys_and_values_in_fp8_compile(
-    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converts: bool
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converts: bool, head_dim: int
 ) -> None:
     """They are copied asynchronously as bytes. Capability 8.0 has no instructions for fp8."""
     if converts and capability == 80:
         capability = 89
     monkeypatch.setattr(attention, "has_fp8", lambda device: converts)
-    arena = torch.zeros(4, 2, 2, 16, 2, 128).to(torch.float8_e4m3fn)
-    shape = AttentionShape(8, 2, 128, 16, torch.bfloat16, arena.dtype)
-    x, slots = torch.zeros(4, 12, 128).bfloat16(), torch.arange(4)
+    arena = torch.zeros(4, 2, 2, 16, 2, head_dim).to(torch.float8_e4m3fn)
+    shape = AttentionShape(8, 2, head_dim, 16, torch.bfloat16, arena.dtype)
+    x, slots = torch.zeros(4, 12, head_dim).bfloat16(), torch.arange(4)
     with compiling(capability, tmp_path) as compiled:
         OPS.warm_up(arena[:, 1], shape, 16)
         OPS.store_kv(arena[:, 1], x[:, :2], x[:, :2], slots)
@@ -184,8 +195,15 @@ def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
     assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in compiled)
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "swiglu"),
+    [
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=FULL),
+        (torch.float32, False),
+        pytest.param(torch.float32, True, marks=FULL),
+    ],
+)
 def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, swiglu: bool) -> None:
     """They take the same kernels for any number of rows, and wait for no load in their loops."""
     weights = in_dtype(weights_of(8, 3, hidden=256, wide=384, swiglu=swiglu), dtype)
@@ -204,7 +222,7 @@ def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, sw
 
 
 @pytest.mark.parametrize(
-    "kind", ["int4-32", "fp8-128", "mxfp4", pytest.param("int8", marks=pytest.mark.full)]
+    "kind", ["int4-32", "mxfp4", *(pytest.param(kind, marks=FULL) for kind in ("fp8-128", "int8"))]
 )
 def test_experts_of_quantized_weights_compile(capability: int, tmp_path: Path, kind: Kind) -> None:
     weights = replace(
@@ -234,11 +252,11 @@ def of_zeros(kind: Kind, n: int, k: int) -> GroupedWeight:
     ("kind", "dtype"),
     [
         ("int4-128", torch.bfloat16),
-        ("int8", torch.bfloat16),
         ("fp8-128", torch.bfloat16),
-        pytest.param("int4-32", torch.bfloat16, marks=pytest.mark.full),
-        pytest.param("int4-64", torch.float16, marks=pytest.mark.full),
-        pytest.param("int8-16", torch.bfloat16, marks=pytest.mark.full),
+        pytest.param("int8", torch.bfloat16, marks=FULL),
+        pytest.param("int4-32", torch.bfloat16, marks=FULL),
+        pytest.param("int4-64", torch.float16, marks=FULL),
+        pytest.param("int8-16", torch.bfloat16, marks=FULL),
     ],
 )
 def test_quantized_linears_compile(
@@ -259,7 +277,7 @@ def test_quantized_linears_compile(
             assert re.search(r"\b(mma|wgmma|tcgen05)\.", kernel.asm["ptx"])
 
 
-@pytest.mark.parametrize("capability", [89, 90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("capability", [89, 90, pytest.param(100, marks=FULL)])
 def test_linears_in_fp8_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int
 ) -> None:

@@ -11,7 +11,33 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+
+def pytest_configure() -> None:
+    """As a plugin, this module saves time in which the interpreter computes nothing: at each call
+    of a function inside a kernel it replaces the functions of Triton's modules that it has replaced
+    already, and for each operation it builds a table of types."""
+    types: dict[str, Any] = {}
+    replaced: set[str] = set()
+    type_of = interpreter._get_np_dtype
+
+    def known_type(kind: Any) -> Any:
+        if isinstance(kind.scalar, tl.pointer_type):
+            return type_of(kind)
+        if kind.scalar.name not in types:
+            types[kind.scalar.name] = type_of(kind)
+        return types[kind.scalar.name]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in replaced:
+            replaced.add(self.fn.__module__)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter._get_np_dtype = known_type
+    InterpretedFunction.__call__ = call
 
 
 def compute_bf16_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
