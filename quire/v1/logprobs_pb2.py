@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/logprobs.proto\x12\x08quire.v1\"V\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"V\n\rTokenLogprobs\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.quire.v1.Candidate\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.quire.v1.Candidate\"K\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/logprobs.proto\x12\x08quire.v1\"V\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"^\n\x0eLogprobColumns\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"V\n\rTokenLogprobs\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.quire.v1.Candidate\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.quire.v1.Candidate\"K\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOGPROBS']._serialized_start=37
   _globals['_LOGPROBS']._serialized_end=123
-  _globals['_TOKENLOGPROBS']._serialized_start=125
-  _globals['_TOKENLOGPROBS']._serialized_end=211
-  _globals['_CANDIDATE']._serialized_start=213
-  _globals['_CANDIDATE']._serialized_end=288
+  _globals['_LOGPROBCOLUMNS']._serialized_start=125
+  _globals['_LOGPROBCOLUMNS']._serialized_end=219
+  _globals['_TOKENLOGPROBS']._serialized_start=221
+  _globals['_TOKENLOGPROBS']._serialized_end=307
+  _globals['_CANDIDATE']._serialized_start=309
+  _globals['_CANDIDATE']._serialized_end=384
 # @@protoc_insertion_point(module_scope)

@@ -87,13 +87,15 @@ class Pooling(_message.Message):
     def __init__(self, mode: _Optional[_Union[Pooling.Mode, str]] = ..., dimensions: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("ticket", "outputs", "prompt_logprobs", "embedding")
+    __slots__ = ("ticket", "outputs", "prompt_logprobs", "embedding", "prompt_logprob_columns")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROB_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.TicketState
     outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
     embedding: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
+    prompt_logprob_columns: _logprobs_pb2.LogprobColumns
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., prompt_logprob_columns: _Optional[_Union[_logprobs_pb2.LogprobColumns, _Mapping]] = ...) -> None: ...

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import SamplingParams
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class RowOutput:
     """One token for each draw."""
     logprobs: tuple[Logprobs, ...] = ()
     """The logprobs of `tokens`, if the sampling parameters ask for them."""
-    prompt: tuple[Logprobs, ...] = ()
-    """The logprobs of the row's `scoring`."""
+    prompt: LogprobColumns | None = None
+    """The logprobs of the row's `scoring`; None if the row has none."""
     states: NDArray[np.floating[Any]] | None = None
     """The final states [num_states, hidden], or from a device that draws their sum [1, hidden];
     None if the row asks for none."""

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from quire.errors import InvalidRequest, QuireError, ServerError
 from quire.supervisor.model_source import find_model, with_draft_directory
 from quire.types import (
+    Candidate,
     ChatMessage,
     Choice,
     Completion,
@@ -34,7 +35,7 @@ from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
 from services.gateway.http.scoring import scores_of
-from services.gateway.output.delta import Delta, joined
+from services.gateway.output.delta import Delta, PromptReport, joined
 from services.gateway.output.delta import TokenLogprobs as Reported
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
@@ -249,7 +250,7 @@ class LLM:
             request_id=deltas[0].request_id,
             choices=tuple(choices),
             usage=usage,
-            prompt_logprobs=_logprobs(prompt.logprobs),
+            prompt_logprobs=tuple(_prompt_logprobs(prompt)),
             prompt=None if isinstance(next(iter(request.prompt), ""), int) else prompt.text,
             prompt_token_ids=prompt.token_ids,
         )
@@ -356,6 +357,12 @@ def _choice(whole: Delta, has_message: bool) -> Choice:
         score=whole.score,
         message=CHAT_FORMAT.whole(whole.text, whole.parts)["message"] if has_message else None,
     )
+
+
+def _prompt_logprobs(prompt: PromptReport) -> Iterator[TokenLogprobs]:
+    for entries in prompt.entries():
+        chosen, *top = (Candidate(*entry, prompt.tokens[entry[0]]) for entry in entries)
+        yield TokenLogprobs(chosen, tuple(top))
 
 
 def _logprobs(found: Sequence[Reported]) -> tuple[TokenLogprobs, ...]:

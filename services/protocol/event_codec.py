@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, logprobs_pb2, prefill_pb2, ticket_pb2, worker_pb2
 from services.protocol.codec import load_from_wire, state_to_wire
 from services.protocol.fields import FINISH_REASONS, REQUEUE_REASONS, from_wire, to_fields
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.messages import (
     AwaitsBlocks,
     Began,
@@ -23,6 +24,7 @@ from services.protocol.messages import (
     WorkerEvent,
 )
 from services.protocol.ticket import TicketState
+from services.protocol.version import PROTOCOL_VERSION
 
 Fields = dict[str, Message]
 """One field of a response message, by its name."""
@@ -36,18 +38,20 @@ _MESSAGES: dict[type[WorkerEvent], tuple[str, type[Message]]] = {
 }
 """The field of a response that carries each event, and its message."""
 _KINDS: dict[str, Any] = {name: kind for kind, (name, _) in _MESSAGES.items()}
-_KINDS["prefilled"] = Prefilled
+_ROWS_UNTIL = 9
+"""The last version in which the logprobs of a prompt have a message for each token."""
 
 
-def event_to_wire(event: WorkerEvent) -> Fields:
-    """The field of a worker's response that carries the event."""
+def event_to_wire(event: WorkerEvent, version: int = PROTOCOL_VERSION) -> Fields:
+    """The field of a worker's response that carries the event, for a peer of this version."""
     if isinstance(event, Prefilled):
         prefilled = prefill_pb2.Prefilled(
             ticket=state_to_wire(event.ticket),
             outputs=map(_output_to_wire, event.outputs),
-            prompt_logprobs=[logprobs_pb2.Logprobs(**to_fields(x)) for x in event.prompt_logprobs],
             embedding=event.embedding,
         )
+        if event.prompt_logprobs is not None:
+            _add_prompt_logprobs(prefilled, event.prompt_logprobs, version)
         return {"prefilled": prefilled}
     if isinstance(event, Requeued):
         state = ticket_pb2.TicketState(request_id=event.request_id, attempt=event.attempt)
@@ -72,8 +76,35 @@ def events_from_wire(message: Any) -> Iterator[Event]:
             yield Requeued(*state.key, reason, state if state.sequences else None)
         case "load":
             yield load_from_wire(message.load)
+        case "prefilled":
+            prompt_logprobs = _prompt_logprobs(message.prefilled)
+            yield from_wire(Prefilled, message.prefilled, prompt_logprobs=prompt_logprobs)
         case str(name) if name in _KINDS:
             yield from_wire(_KINDS[name], getattr(message, name))
+
+
+def _add_prompt_logprobs(message: Any, found: LogprobColumns, version: int) -> None:
+    if version <= _ROWS_UNTIL:
+        rows = (logprobs_pb2.Logprobs(**to_fields(row)) for row in found.rows())
+        message.prompt_logprobs.extend(rows)
+        return
+    columns = message.prompt_logprob_columns
+    for name in LogprobColumns.__dataclass_fields__:
+        getattr(columns, name).extend(getattr(found, name).ravel().tolist())
+
+
+def _prompt_logprobs(message: Any) -> LogprobColumns | None:
+    if not message.HasField("prompt_logprob_columns"):  # a worker of the version before
+        rows = [from_wire(Logprobs, row) for row in message.prompt_logprobs]
+        return LogprobColumns.of(rows) if rows else None
+    columns = message.prompt_logprob_columns
+    shape = len(columns.logprobs), len(columns.top_token_ids) // max(1, len(columns.logprobs))
+    return LogprobColumns(
+        np.array(columns.logprobs, np.float32),
+        np.array(columns.ranks, np.uint32),
+        np.array(columns.top_token_ids, np.uint32).reshape(shape),
+        np.array(columns.top_logprobs, np.float32).reshape(shape),
+    )
 
 
 def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:

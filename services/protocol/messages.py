@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from blockstore.registry import Load
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import FinishReason, Ticket, TicketState
 
 
@@ -145,8 +145,9 @@ class Prefilled:
     """The sequences that continue, with their blocks; it has no sequence if all have ended."""
     outputs: tuple[Generated, ...]
     """The next token of each submitted sequence."""
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    """The logprobs of each token of the prompt but the first, if the request asked for them."""
+    prompt_logprobs: LogprobColumns | None = None
+    """The logprobs of each token of the prompt but the first, if the request asked for them and the
+    prompt has such tokens."""
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, if the request asked for it. Then it has no outputs."""
 

@@ -10,7 +10,7 @@ from services.protocol.codec import load_to_wire
 from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
-from services.protocol.version import LIBRARIES
+from services.protocol.version import LIBRARIES, PROTOCOL_VERSION
 from services.protocol.worker_stream import StreamType
 from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.logging import get_logger
@@ -37,15 +37,16 @@ def _size(unread: tuple[Fields, Then]) -> int:
 class StreamSession:
     """The `Session` of one gateway's stream: keeps the messages that are not yet written.
 
-    `peer_id` is the gateway's id.
+    `peer_id` is the gateway's id, `version` the version of the protocol that it speaks.
     """
 
-    def __init__(self, peer_id: str) -> None:
+    def __init__(self, peer_id: str, version: int = PROTOCOL_VERSION) -> None:
         self.peer_id = peer_id
+        self._version = version
         self._unread = Outbox[tuple[Fields, Then]](_size)
 
     def send(self, event: WorkerEvent, then: Then = None) -> None:
-        self.put(event_to_wire(event), then)
+        self.put(event_to_wire(event, self._version), then)
 
     def put(self, fields: Fields, then: Then = None) -> None:
         """Queue a message; never blocks. A gateway that does not read loses its stream, and with it
@@ -102,7 +103,7 @@ class WorkerStream:
     ) -> AsyncIterator[Any]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
         hello = await self._read_hello(request_iterator)
-        session = StreamSession(hello.peer_id)
+        session = StreamSession(hello.peer_id, hello.protocol_version)
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, request_iterator))

@@ -48,6 +48,12 @@ LOGPROBS: Fields = {
     "top_token_ids": TOKENS | st.sampled_from([[97, 300], [97, 97], [97]]),
     "top_logprobs": st.lists(LOGPROB, max_size=4),
 }
+COLUMNS: Fields = {
+    "logprobs": st.lists(LOGPROB, max_size=4),
+    "ranks": TOKENS,
+    "top_token_ids": TOKENS,
+    "top_logprobs": st.lists(LOGPROB, max_size=4),
+}
 NUMBER_OF = st.sampled_from(["none", "twice", "first", "reversed"])
 """Fields with one entry for each sequence or token."""
 
@@ -74,6 +80,7 @@ FIELDS: dict[str, Fields] = {
     | _of("outputs", OUTPUT)
     | _of("outputs.1", OUTPUT)
     | _of("prompt_logprobs", LOGPROBS)
+    | _of("prompt_logprob_columns", COLUMNS)
     | {"outputs": NUMBER_OF, "prompt_logprobs": NUMBER_OF},
     "requeue": _of("ticket", TICKET) | {"reason": st.sampled_from([0, 1, 2, 3, 4, 99])},
     "step": _of("outputs", OUTPUT) | _of("outputs.1", OUTPUT) | {"outputs": NUMBER_OF},

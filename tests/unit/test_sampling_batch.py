@@ -10,7 +10,7 @@ from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Scorin
 from services.engine.sampling import sampler
 from services.engine.sampling.logprobs import score_tensors
 from services.engine.sampling.sampling_batch import NOT_FINITE, SamplingBatch
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import SamplingParams
 
 
@@ -83,8 +83,8 @@ def test_a_prompt_is_told_chunk_by_chunk() -> None:
     assert batch.apart == [(0, slice(0, 2)), (1, slice(2, 4))]
     assert (batch.drawing, batch.states, batch.positions) == ([4, 5], [0, 1], [3, 1])
     assert results(batch) == [
-        RowOutput((), (), (scores(8, 0, num_top=1), scores(9, 1, num_top=1))),
-        RowOutput((10,), (scores(10, 4),), (scores(5, 2), scores(6, 3))),
+        RowOutput((), (), LogprobColumns.of([scores(8, 0, num_top=1), scores(9, 1, num_top=1)])),
+        RowOutput((10,), (scores(10, 4),), LogprobColumns.of([scores(5, 2), scores(6, 3)])),
         (10,),
     ]
 

@@ -20,7 +20,7 @@ from services.protocol.fields import (
     STRUCTURE_KINDS,
     WireEnum,
 )
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.messages import (
     Abort,
     Admit,
@@ -56,6 +56,7 @@ from services.protocol.ticket import (
     Ticket,
     TicketSequence,
 )
+from services.protocol.version import PROTOCOL_VERSION
 
 SAMPLING = SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=7, max_tokens=8)
 TICKET = Ticket(
@@ -83,6 +84,7 @@ SWAPPED = replace(
     swapped=Swapped("swap", "holder", 5, (SwappedTable(0, (7,)),)),
 )
 OUTPUT = Generated("r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, 2, 1)
+PREFILLED = Prefilled(TICKET.state, (OUTPUT,), LogprobColumns.of(LOGPROBS * 3))
 COMMANDS: list[Command] = [
     Reserve("r", 2, 3),
     Submit(TICKET, 4),
@@ -98,8 +100,8 @@ COMMANDS: list[Command] = [
 EVENTS: list[WorkerEvent] = [
     AwaitsBlocks("r", 2, 3, 1),
     Began("r", 2, 16),
-    Prefilled(TICKET.state, (OUTPUT,), LOGPROBS),
-    Prefilled(TICKET.state, (), (), (0.5, -0.5)),
+    PREFILLED,
+    Prefilled(TICKET.state, (), None, (0.5, -0.5)),
     Reserved("r", 2, granted=True),
     Failed("r", 2, "code", "message"),
     *(Requeued("r", 2, reason, TICKET.state) for reason in RequeueReason),
@@ -129,6 +131,25 @@ def test_an_event_comes_back_as_it_went(event: WorkerEvent) -> None:
     response = kind.FromString(kind(**event_to_wire(event)).SerializeToString())
     expected = list(event.outputs) if isinstance(event, Step) else [event]
     assert list(events_from_wire(response)) == expected
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_logprobs_of_a_prompt_come_back_in_their_order(num_top: int) -> None:
+    """A peer of the version before sends and reads a message for each token."""
+    rows = [
+        Logprobs(-float(n), n, tuple(range(n, n + num_top)), (-0.5 * n,) * num_top)
+        for n in range(1, 5)
+    ]
+    event = replace(PREFILLED, prompt_logprobs=LogprobColumns.of(rows))
+    kind: Any = PrefillConnectResponse
+    for version in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+        response = kind(**event_to_wire(event, version))
+        assert len(response.prefilled.prompt_logprobs) == (0 if version == PROTOCOL_VERSION else 4)
+        (found,) = events_from_wire(response)
+        assert found == event
+        assert isinstance(found, Prefilled)
+        assert found.prompt_logprobs is not None
+        assert list(found.prompt_logprobs.rows()) == rows
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ This module is the definition. `kernels/csrc/sampling/scorer.cpp` computes the s
 the order of a row's operations depends on nothing but the size of the vocabulary (law 10).
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.batch import Fault
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 
 ScoreTensors = tuple[Tensor, Tensor, Tensor]
 """Token ids [N, 1 + k] int64, with the given token in column 0; their logprobs [N, 1 + k] fp32; and
@@ -48,3 +49,14 @@ def scores_of(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> list[Logpro
         Logprobs(values[0], rank, tuple(ids[1:]), tuple(values[1:])) if rank else Fault.NOT_FINITE
         for ids, values, rank in rows
     ]
+
+
+def columns_of(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> LogprobColumns | Fault:
+    """`ScoreTensors` on the host as columns of their own, or a fault if the logits of any row are
+    not finite."""
+    if not ranks.all():
+        return Fault.NOT_FINITE
+    values, top_ids = logprobs.numpy(), token_ids[:, 1:].numpy().astype(np.uint32)
+    return LogprobColumns(
+        values[:, 0].copy(), ranks.numpy().astype(np.uint32), top_ids, values[:, 1:].copy()
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
 from services.engine.sampling.arithmetic import SMALLEST_TEMPERATURE, least_scaled
-from services.engine.sampling.logprobs import scores_of
+from services.engine.sampling.logprobs import columns_of, scores_of
 from services.model.structured.mask import Mask
 from services.protocol.logprobs import Logprobs
 
@@ -166,9 +166,9 @@ def _with_apart(row: Row, drawn: tuple[int, ...] | RowOutput, found: Sequence[Te
     if row.num_states:
         states = found[0].numpy()
         return replace(output, states=states) if np.isfinite(states).all() else Fault.NOT_FINITE
-    scores = scores_of(*found)
-    told = tuple(one for one in scores if isinstance(one, Logprobs))
-    return replace(output, prompt=told) if len(told) == len(scores) else Fault.NOT_FINITE
+    token_ids, logprobs, ranks = found
+    prompt = columns_of(token_ids, logprobs, ranks)
+    return prompt if isinstance(prompt, Fault) else replace(output, prompt=prompt)
 
 
 def _cut(found: Logprobs, num_top: int | None) -> Logprobs:

@@ -260,7 +260,8 @@ class Group:
         """Note the blocks that the sequence has completed, split it where its branches part, and
         apply the tokens that were drawn after its last one."""
         self._completed += sequence.take_completed()
-        self._advance.prompt_logprobs += output.prompt
+        if output.prompt is not None:
+            self._advance.prompt_logprobs.append(output.prompt)
         if sequence.pooler is not None and output.states is not None:
             sequence.pooler.add(output.states)
         if sequence.num_uncomputed:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockstore.records import PrefixHash
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import BeamState, FinishReason, Hypothesis, TicketSequence
 
 
@@ -47,8 +47,8 @@ class Advance:
     remaining: tuple[TicketSequence, ...] | None = None
     """None while the group runs on. Otherwise the engine has dropped the group, and these sequences
     continue at another worker."""
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    """The logprobs of the prompt's next tokens, if the request asks for them."""
+    prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
+    """The logprobs of the prompt's next tokens, chunk by chunk, if the request asks for them."""
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, once it is computed, if the request asks for it."""
     beams: BeamState | None = None

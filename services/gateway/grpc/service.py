@@ -24,7 +24,7 @@ from services.gateway.api import (
 )
 from services.gateway.chat.prompts import check_num_messages
 from services.gateway.checks import require
-from services.gateway.output.delta import Delta, Received, TokenLogprobs
+from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
 from services.protocol.fields import FINISH_REASONS, from_wire, values
 from services.protocol.sampling_codec import (
     early_stopping_from_wire,
@@ -198,10 +198,19 @@ def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateR
         request_id=delta.request_id, deltas=(sequence,), resume_token=resume_token
     )
     if delta.prompt is not None:
-        response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
+        response.prompt_logprobs.extend(_prompt_logprobs(delta.prompt))
     if delta.usage is not None:
         response.usage.CopyFrom(_usage(delta.usage))
     return response
+
+
+def _prompt_logprobs(prompt: PromptReport) -> Iterator[logprobs_pb2.TokenLogprobs]:
+    for entries in prompt.entries():
+        chosen, *top = (
+            logprobs_pb2.Candidate(token_id=i, logprob=logprob, rank=rank, token=prompt.tokens[i])
+            for i, logprob, rank in entries
+        )
+        yield logprobs_pb2.TokenLogprobs(chosen=chosen, top=top)
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:

@@ -1,13 +1,16 @@
 """The deltas that the client of a request gets, and the part of an answer that the client says it
 received before its stream broke."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+
+import numpy as np
 
 from quire import types
 from quire.types import Usage
 from services.gateway.output.parser.parts import Content, Part
+from services.protocol.logprobs import MAX_LOGPROBS, LogprobColumns
 from services.protocol.ticket import FinishReason
 
 
@@ -35,10 +38,25 @@ class PromptReport:
 
     text: str
     token_ids: tuple[int, ...]
-    first_token: bytes
-    """See `Candidate.token`."""
-    logprobs: tuple[TokenLogprobs, ...]
-    """Of each token except the first; empty if the client asked for no prompt logprobs."""
+    tokens: Mapping[int, bytes]
+    """The bytes of each token of the report, as in `Candidate.token`, by token id."""
+    offsets: Callable[[], Sequence[int]]
+    """Counts the characters of the text before each token."""
+    logprobs: LogprobColumns | None = None
+    """The logprobs of each token except the first; None if the client asked for none, or the prompt
+    has one token."""
+
+    def entries(self, num_top: int = MAX_LOGPROBS) -> Iterator[list[tuple[int, float, int]]]:
+        """The (token id, logprob, rank) of each token except the first, and behind it those of the
+        `num_top` likeliest tokens of its position."""
+        if (found := self.logprobs) is None:
+            return
+        ids = np.column_stack([self.token_ids[1:], found.top_token_ids[:, :num_top]])
+        values = np.column_stack([found.logprobs, found.top_logprobs[:, :num_top]])
+        counts = range(1, ids.shape[1])
+        columns = zip(ids.tolist(), values.tolist(), found.ranks.tolist(), strict=True)
+        for token_ids, logprobs, rank in columns:
+            yield list(zip(token_ids, logprobs, (rank, *counts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

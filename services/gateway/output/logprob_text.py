@@ -1,13 +1,15 @@
 """Adds to logprobs what clients see: the text of the tokens, and their offsets in the text."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from quire.types import Candidate
 from services.gateway.output.delta import PromptReport, TokenLogprobs
 from services.model.text.tokenizer import Tokenizer
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 
 
 def with_text(
@@ -35,16 +37,19 @@ class PromptReporter:
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
 
-    def report(self, logprobs: Sequence[Logprobs]) -> PromptReport:
-        """The prompt's text and tokens. `logprobs` has one for each token but the first, or
-        none."""
-        text, tokenizer = self._text(), self.tokenizer
-        positions = zip(self.token_ids[1:], logprobs, self._offsets(text)[1:], strict=True)
+    def report(self, logprobs: LogprobColumns | None) -> PromptReport:
+        """The prompt's text and tokens. `logprobs` are of each token but the first; None if the
+        client asked for none."""
+        text = self._text()
+        token_ids = np.array(self.token_ids, np.int64)
+        if logprobs is not None:
+            token_ids = np.concatenate([token_ids, logprobs.top_token_ids.ravel()])
         return PromptReport(
             text=text,
             token_ids=self.token_ids,
-            first_token=tokenizer.token_bytes(self.token_ids[0]),
-            logprobs=tuple(with_text(tokenizer, *each) for each in positions) if logprobs else (),
+            tokens={i: self.tokenizer.token_bytes(i) for i in np.unique(token_ids).tolist()},
+            offsets=partial(self._offsets, text),
+            logprobs=logprobs,
         )
 
     def _text(self) -> str:

@@ -17,7 +17,7 @@ from services.gateway.output.delta import Delta, Received
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.rests import WriteRests
 from services.gateway.output.sequence import Sequence
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
 
@@ -149,7 +149,7 @@ class Output:
         """The sequences in the order in which the client gets their next deltas."""
         self._num_unread = 0
         self._unsent_prompt = prompt
-        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._prompt_logprobs: LogprobColumns | None = None
         self._rests = rests
         self._meter = meter
         self._clock = clock
@@ -228,7 +228,7 @@ class Output:
                 self.finish_reason = sequence.finish_reason
         self._readable.set()
 
-    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
+    def write_prompt(self, logprobs: LogprobColumns) -> None:
         """Store the logprobs of the prompt, which arrive with the first token."""
         self._prompt_logprobs = logprobs
 
@@ -281,7 +281,7 @@ class Output:
         usage = self.stats.usage(metrics) if is_last or self.running_usage else None
         prompt = self._unsent_prompt
         report = None if prompt is None else prompt.report(self._prompt_logprobs)
-        self._unsent_prompt, self._prompt_logprobs = None, ()
+        self._unsent_prompt = self._prompt_logprobs = None
         delta = sequence.take(self._request_id, usage, report)
         if not self._num_unread:
             self.on_read()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from blockstore.records import Allocation, PrefixHash
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated, Pooling, PoolingMode, Prefilled
 from services.worker.requests.jobs import Job
 
@@ -27,7 +27,7 @@ class PrefillJob(Job):
     allocation: Allocation | None = None
     to_keep: Mapping[PrefixHash, int] = field(default_factory=dict)
     """The blocks to keep in files (`FileCache.asked`)."""
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     """The logprobs of the chunks so far."""
     outputs: list[Generated] = field(default_factory=list)
     """The tokens, or results of a beam search, so far."""
@@ -69,5 +69,6 @@ class PrefillJob(Job):
 
     def prefilled(self) -> Prefilled:
         """Return the event that reports the ticket, detached or finished, with all results."""
-        logprobs = tuple(self.prompt_logprobs)
+        parts = self.prompt_logprobs
+        logprobs = LogprobColumns.joined(parts) if parts else None
         return Prefilled(self.ticket, tuple(self.outputs), logprobs, self.embedding)

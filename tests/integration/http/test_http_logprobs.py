@@ -3,6 +3,7 @@ reads them."""
 
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from quire.types import Candidate, Usage
 from services.gateway.api import GenerationRequest
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator
@@ -38,10 +40,10 @@ TEXTS = ["The", " a", "", "€"]
 PROMPT = PromptReport(
     "Hi, you",
     (7, 8, 9),
-    b"Hi",
-    (
-        TokenLogprobs(candidate(8, -3.0, 4, ","), (THE, A), 2),
-        TokenLogprobs(candidate(9, -4.0, 5, " you"), (A, THE), 3),
+    {1: b"The", 2: b" a", 7: b"Hi", 8: b",", 9: b" you"},
+    lambda: [0, 2, 3],
+    LogprobColumns.of(
+        [Logprobs(-3.0, 4, (1, 2), (-0.5, -1.5)), Logprobs(-4.0, 5, (2, 1), (-1.5, -0.5))]
     ),
 )
 
@@ -55,8 +57,8 @@ class Generator(FakeGenerator):
         number = min(sampling.max_tokens or len(TOKENS), len(TOKENS))
         prompt: PromptReport | None = None
         if request.echo or sampling.prompt_logprobs is not None:
-            told = () if sampling.prompt_logprobs is None else PROMPT.logprobs
-            prompt = PromptReport(PROMPT.text, PROMPT.token_ids, PROMPT.first_token, told)
+            told = None if sampling.prompt_logprobs is None else PROMPT.logprobs
+            prompt = replace(PROMPT, logprobs=told)
         for position in range(number):
             last = position == number - 1
             yield Delta(
@@ -179,7 +181,7 @@ async def test_logprobs_of_a_prompt(http: httpx.AsyncClient, generator: Generato
         },
         {
             "9": {"logprob": -4.0, "rank": 5, "decoded_token": " you"},
-            "2": {"logprob": -1.5, "rank": 2, "decoded_token": " a"},
+            "2": {"logprob": -1.5, "rank": 1, "decoded_token": " a"},
         },
     ]
     choice = await complete(http, prompt_logprobs=1)

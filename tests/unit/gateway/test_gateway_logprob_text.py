@@ -8,7 +8,7 @@ from services.gateway.api import ChatMessage, Prompt
 from services.gateway.output.delta import PromptReport
 from services.gateway.output.logprob_text import PromptReporter, with_text
 from services.model.text.tokenizer import Tokenizer
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,9 @@ def special(tokenizer: Tokenizer) -> tuple[int, str]:
 
 def report(tokenizer: Tokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptReport:
     logprobs = [Logprobs(-float(n), n, token_ids[:1], (0.0,)) for n in range(1, len(token_ids))]
-    return PromptReporter(prompt, token_ids, tokenizer).report(logprobs)
+    return PromptReporter(prompt, token_ids, tokenizer).report(
+        LogprobColumns.of(logprobs) if logprobs else None
+    )
 
 
 @pytest.mark.parametrize("text", ["Where are my blocks?", "é, 日本 and 🦀🦀", " x\n\n  y ", "a"])
@@ -35,13 +37,13 @@ def test_tokens_spell_the_text_from_their_offsets(tokenizer: Tokenizer, text: st
     token_ids = tokenizer.encode(text)
     told = report(tokenizer, text, token_ids)
     assert (told.text, told.token_ids) == (text, token_ids)
-    assert [each.chosen.token_id for each in told.logprobs] == list(token_ids[1:])
-    assert [each.chosen.logprob for each in told.logprobs] == [-n for n in range(1, len(token_ids))]
-    spelled = [told.first_token, *(each.chosen.token for each in told.logprobs)]
+    chosen = [(entries[0], entries[1]) for entries in told.entries()]
+    first = token_ids[0], 0.0, 1
+    assert chosen == [((i, -n, n), first) for n, i in enumerate(token_ids[1:], 1)]
+    spelled = [told.tokens[token_id] for token_id in told.token_ids]
     assert b"".join(spelled).decode() == text
-    offsets = [0, *(each.text_offset for each in told.logprobs)]
     whole = text.encode()
-    for number, offset in enumerate(offsets):
+    for number, offset in enumerate(told.offsets()):
         before = b"".join(spelled[:number])
         assert len(before.decode(errors="ignore")) == offset
         assert whole.startswith(before + spelled[number])
@@ -52,10 +54,10 @@ def test_a_special_token_is_in_the_text_by_its_name_or_not_at_all(tokenizer: Tok
     hi, there = tokenizer.encode("Hi"), tokenizer.encode(" there")
     token_ids = (*hi, token_id, *there)
     named = report(tokenizer, f"Hi{name} there", token_ids)
-    assert [each.text_offset for each in named.logprobs][len(hi) - 1 :][:2] == [2, 2 + len(name)]
+    assert named.offsets()[len(hi) :][:2] == [2, 2 + len(name)]
     silent = report(tokenizer, "Hi there", token_ids)
-    assert [each.text_offset for each in silent.logprobs][len(hi) - 1 :][:2] == [2, 2]
-    assert silent.logprobs[len(hi) - 1].chosen.token == name.encode()
+    assert silent.offsets()[len(hi) :][:2] == [2, 2]
+    assert silent.tokens[token_id] == name.encode()
 
 
 def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokenizer) -> None:
@@ -65,13 +67,13 @@ def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokeni
     for prompt in (token_ids, (ChatMessage("user", "whatever the template makes of it"),)):
         told = report(tokenizer, prompt, token_ids)
         assert told.text == f"{name}Hi there"
-        assert told.first_token == name.encode()
-        assert told.logprobs[0].text_offset == len(name)
+        assert told.tokens[token_ids[0]] == name.encode()
+        assert told.offsets()[1] == len(name)
 
 
 def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
-    told = PromptReporter("Hi", tokenizer.encode("Hi"), tokenizer).report(())
-    assert (told.text, told.logprobs) == ("Hi", ())
+    told = PromptReporter("Hi", tokenizer.encode("Hi"), tokenizer).report(None)
+    assert (told.text, list(told.entries())) == ("Hi", [])
 
 
 def test_the_likeliest_are_ranked_as_they_come(tokenizer: Tokenizer) -> None:

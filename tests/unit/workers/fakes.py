@@ -17,7 +17,7 @@ from blockstore.records import PoolSpec, PrefixHash
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
 from services.engine.forward import CompleteFlight
 from services.pool.stamps import Stamps, StampState, record_bytes
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.messages import AwaitsBlocks, Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
@@ -234,7 +234,7 @@ def _drawn(row: Row, context: list[int]) -> RowResult:
             prompt.append(logprobs_of(known[: position + 1], row.scoring.num_top))
     asked = () if num_top is None else tokens
     drawn = tuple(logprobs_of([*context, token], num_top or 0) for token in asked)
-    return RowOutput(tokens, drawn, tuple(prompt))
+    return RowOutput(tokens, drawn, LogprobColumns.of(prompt) if prompt else None)
 
 
 class FakeSession:

@@ -4,7 +4,7 @@ prompt."""
 from dataclasses import replace
 from typing import Any
 
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
 from services.protocol.ticket import SamplingParams
 
@@ -15,8 +15,9 @@ LONG = tuple(range(200, 250))
 ASKS = SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=4, logprobs=2)
 
 
-def of_prompt(prompt: tuple[int, ...], num_top: int) -> tuple[Logprobs, ...]:
-    return tuple(logprobs_of(prompt[:end], num_top) for end in range(2, len(prompt) + 1))
+def of_prompt(prompt: tuple[int, ...], num_top: int) -> LogprobColumns:
+    ends = range(2, len(prompt) + 1)
+    return LogprobColumns.of([logprobs_of(prompt[:end], num_top) for end in ends])
 
 
 async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Any:
@@ -64,7 +65,7 @@ async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
     pair.prefill.role.submit(pair.session, ticket("r1", LONG), 1)
     pair.prefill_model.gate.set()
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
-    assert (await prefilled(pair, "r2")).prompt_logprobs == ()
+    assert (await prefilled(pair, "r2")).prompt_logprobs is None
     (output,) = (await prefilled(pair, "r3")).outputs
     assert isinstance(output, Generated)
     assert output.logprobs == (logprobs_of([*PROMPT[:3], *output.token_ids], 2),)
@@ -106,4 +107,4 @@ async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) ->
 
 async def test_a_prompt_of_one_token_has_none(pair: WorkerPair) -> None:
     event = await submit(pair, "r1", PROMPT[:1], prompt_logprobs=5)
-    assert event.prompt_logprobs == ()
+    assert event.prompt_logprobs is None

@@ -190,8 +190,11 @@ class Answer:
         if num_top is None:
             return
         places = answer["choices"] if self.format.prompt_logprobs_in_choice else [answer]
+        made: dict[int, list[JSON | None]] = {}  # once for all choices of a prompt
         for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
-            place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
+            if prompt is not None and id(prompt) not in made:
+                made[id(prompt)] = prompt_logprobs(prompt, num_top)
+            place["prompt_logprobs"] = made[id(prompt)] if prompt is not None else None
 
     def _usage(self, usages: Iterable[Usage]) -> JSON:
         if self.body.only_prompt:

@@ -5,7 +5,6 @@ from typing import Any
 
 from quire.types import Candidate
 from services.gateway.output.delta import PromptReport, TokenLogprobs
-from services.protocol.logprobs import MAX_LOGPROBS
 
 JSON = dict[str, Any]
 
@@ -13,9 +12,7 @@ _MIN_LOGPROB = -9999.0
 """Stands for the logarithm of 0, which JSON cannot express; the same value as in vLLM."""
 
 
-def text_logprobs(
-    tokens: Sequence[TokenLogprobs], begin: int = 0, num_top: int = MAX_LOGPROBS
-) -> JSON:
+def text_logprobs(tokens: Sequence[TokenLogprobs], begin: int = 0) -> JSON:
     """The field `logprobs` of a text completion.
 
     `begin` is the offset of the tokens' text in the choice's text. `top_logprobs` includes the
@@ -24,9 +21,9 @@ def text_logprobs(
     return {
         "text_offset": [begin + token.text_offset for token in tokens],
         "token_logprobs": [_number(token.chosen) for token in tokens],
-        "tokens": [_name(token.chosen) for token in tokens],
+        "tokens": [_name(token.chosen.token) for token in tokens],
         "top_logprobs": [
-            {_name(each): _number(each) for each in (token.chosen, *token.top[:num_top])}
+            {_name(each.token): _number(each) for each in (token.chosen, *token.top)}
             for token in tokens
         ],
     }
@@ -34,14 +31,17 @@ def text_logprobs(
 
 def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
     """The field `logprobs` of an echoed prompt, whose first token has no logprob."""
-    first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
-    without_logprob: JSON = {
-        "text_offset": [0],
-        "token_logprobs": [None],
-        "tokens": [_name(first)],
-        "top_logprobs": [None],
+    names = _names(prompt)
+    positions = [
+        [(names[token_id], max(logprob, _MIN_LOGPROB)) for token_id, logprob, _ in entries]
+        for entries in prompt.entries(num_top)
+    ]
+    return {
+        "text_offset": prompt.offsets()[: 1 + len(positions)],
+        "token_logprobs": [None, *(entries[0][1] for entries in positions)],
+        "tokens": [names[prompt.token_ids[0]], *(entries[0][0] for entries in positions)],
+        "top_logprobs": [None, *map(dict, positions)],
     }
-    return concatenate(without_logprob, text_logprobs(prompt.logprobs, num_top=num_top))
 
 
 def concatenate(first: JSON, then: JSON) -> JSON:
@@ -52,11 +52,19 @@ def concatenate(first: JSON, then: JSON) -> JSON:
 def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
     """The field `prompt_logprobs`, as in vLLM, for both endpoints: for each prompt token an object
     by token id, with the token and the `num_top` likeliest; for the first token null."""
+    names = _names(prompt)
     return [
         None,
         *(
-            {str(each.token_id): _named(each) for each in (token.chosen, *token.top[:num_top])}
-            for token in prompt.logprobs
+            {
+                str(token_id): {
+                    "logprob": max(logprob, _MIN_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": names[token_id],
+                }
+                for token_id, logprob, rank in entries
+            }
+            for entries in prompt.entries(num_top)
         ),
     ]
 
@@ -69,13 +77,8 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
     return {"content": content}
 
 
-def _named(candidate: Candidate) -> JSON:
-    name, logprob = _name(candidate), _number(candidate)
-    return {"logprob": logprob, "rank": candidate.rank, "decoded_token": name}
-
-
 def _entry(candidate: Candidate) -> JSON:
-    name, logprob = _name(candidate), _number(candidate)
+    name, logprob = _name(candidate.token), _number(candidate)
     return {"token": name, "logprob": logprob, "bytes": list(candidate.token)}
 
 
@@ -83,10 +86,14 @@ def _number(candidate: Candidate) -> float:
     return max(candidate.logprob, _MIN_LOGPROB)
 
 
-def _name(candidate: Candidate) -> str:
+def _names(prompt: PromptReport) -> dict[int, str]:
+    return {token_id: _name(token) for token_id, token in prompt.tokens.items()}
+
+
+def _name(token: bytes) -> str:
     """The token's text. A part of a character is named by its bytes, so that different tokens do
     not share a name."""
     try:
-        return candidate.token.decode()
+        return token.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -64,13 +64,17 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         del ticket.sequences[:]
         outputs = [self._first_token(ticket, sequence) for sequence in submitted.sequences]
         self.corrupt(ticket)
-        prompt, of_prompt = ticket.prompt_token_ids, []
+        prefilled = prefill_pb2.Prefilled(ticket=state_of(ticket), outputs=outputs)
+        prompt = ticket.prompt_token_ids
         num_top = self.prompt_logprobs.get(ticket.request_id)
-        if num_top is not None:
-            of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
-        prefilled = prefill_pb2.Prefilled(
-            ticket=state_of(ticket), outputs=outputs, prompt_logprobs=of_prompt
-        )
+        for end in range(2, len(prompt) + 1):
+            if num_top is None:
+                break
+            one, columns = logprobs_of(prompt[:end], num_top), prefilled.prompt_logprob_columns
+            columns.logprobs.append(one.logprob)
+            columns.ranks.append(one.rank)
+            columns.top_token_ids.extend(one.top_token_ids)
+            columns.top_logprobs.extend(one.top_logprobs)
         session.send(prefilled=prefilled)
 
     def _first_token(
