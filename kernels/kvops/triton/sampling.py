@@ -3,10 +3,14 @@ own. Sums are of whole numbers, in any order. All kernels compute the same scale
 compiler may fuse no operations (`enable_fp_fusion`).
 
     look       the largest logit of each part of a row; penalties and biases applied before
-    search     one step of a search for the least scaled logit that top_k leaves, then top_p: four
-               bits of it, by the number or weight of the tokens at or above 16 candidates
-    race       the chunk of 64 tokens of each part that finishes first
-    finish     the chunk that finishes first of all, and its token that does; or the likeliest token
+    survey     how many tokens of each part are close to the row's largest logit, and their weight
+    choose     gathers the closest tokens, among which the last one that the filters leave must be,
+               and finds the least scaled logit that top_k leaves, then top_p
+    race       the chunk of 64 tokens of each part that finishes first; then the first of these
+               chunks, and its token that finishes first; or the likeliest token
+
+A batch without top_k and top_p takes two launches, look and race. Where a kernel needs the results
+of all parts of a row, the program of the part that comes last goes on with them.
 
 Programs are (row, part): a part is 4,096 tokens. A scaled logit is at most 0; its *key* is a whole
 number that grows with it.
@@ -17,11 +21,8 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
+from kvops.triton import filter_kernels as filtering
 from kvops.triton import sampling_kernels as kernels
-
-_BITS = 4
-_TOP_SHIFT = 28
-_NUM_STEPS = _TOP_SHIFT // _BITS + 2
 
 
 def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
@@ -36,11 +37,9 @@ def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> 
         adjusted=torch.empty((num_draws if tables else 0, vocab_size), device=device),
         flags=tables.flags if tables else spots,
         maxima=torch.empty((3, num_draws, num_parts), device=device),
+        progress=torch.empty((3, num_draws), dtype=torch.int32, device=device),
     )
-    filters = kernels.Filters(
-        *(draws.temperature, draws.least, draws.top_k, draws.top_p),
-        least_keys=torch.zeros((2, num_draws), dtype=torch.int32, device=device),
-    )
+    filters = kernels.Filters(draws.temperature, draws.least, draws.top_k, draws.top_p)
     numbers = kernels.Numbers(draws.seed, draws.sequence_index, draws.position)
     winners = kernels.Winners(
         times=torch.empty((num_draws, num_parts), device=device),
@@ -55,29 +54,17 @@ def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> 
         tables.counts if tables else spots,
         **exact,
     )
-    for by_weight, is_needed in ((False, draws.has_top_k), (True, draws.has_top_p)):
-        if is_needed:
-            _search(rows, filters, num_draws, {"BY_WEIGHT": by_weight, **shape})
-    kernels.race[grid](rows, filters, numbers, winners, num_draws, **shape)
-    kernels.finish[(num_draws,)](rows, filters, numbers, winners, num_draws, spots, tokens, **shape)
-    return tokens
-
-
-def _search(
-    rows: kernels.Logits, filters: kernels.Filters, num_draws: int, constants: dict[str, int]
-) -> None:
-    """All steps of one search. Its result is in `filters.least_keys`."""
-    device, dtype = rows.raw.device, torch.int64 if constants["BY_WEIGHT"] else torch.int32
-    shape = (2, num_draws, rows.num_parts, kernels.COUNTS.value)
-    parts = torch.empty(shape, dtype=dtype, device=device)
-    found = torch.empty((_NUM_STEPS, num_draws), dtype=torch.int32, device=device)
-    wholes = torch.empty(num_draws, dtype=torch.int64, device=device)
-    for step in range(_NUM_STEPS):
-        shift = _TOP_SHIFT - step * _BITS
-        grid = (num_draws, rows.num_parts if shift >= 0 else 1)
-        kernels.search[grid](
-            rows, filters, num_draws, parts, found, wholes, step, shift, **constants
+    if draws.has_top_k or draws.has_top_p:
+        steps = (num_draws, num_parts, filtering.STEPS.value)
+        near = filtering.Near(
+            counts=torch.empty(steps, dtype=torch.int32, device=device),
+            weights=torch.empty(steps, dtype=torch.int64, device=device),
+            gathered=torch.empty((num_draws, vocab_size), device=device),
         )
+        filtering.survey[grid](rows, filters, near, num_draws, **shape)
+        filtering.choose[grid](rows, filters, near, num_draws, **shape)
+    kernels.race[grid](rows, filters, numbers, winners, spots, tokens, num_draws, **shape)
+    return tokens
 
 
 def warm_up(vocab_size: int, device: str) -> None:

@@ -17,9 +17,6 @@ from torch import Tensor
 from kvops.triton.draw_arithmetic import INFINITY, key, penalized, times, uniforms, weights
 
 PART = tl.constexpr(4096)
-CANDIDATES = tl.constexpr(16)
-COUNTS = tl.constexpr(17)  # of a part in each step of a search
-_COLUMNS = tl.constexpr(256)  # of a part, counted at once; each has PART / 256 counts in 8 bits
 _CHUNK = tl.constexpr(64)
 _CHUNKS = tl.constexpr(64)  # of a part
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -38,16 +35,18 @@ class Logits(NamedTuple):
     adjusted: Tensor
     flags: Tensor
     maxima: Tensor
+    progress: Tensor
+    """Of each row the least key that `choose` finds, and how many of its parts have come to the end
+    of `choose` and of `race`, [3, rows]; `look` sets it to 0."""
 
 
 class Filters(NamedTuple):
-    """`least_keys`: the results of `search`, by number and by weight."""
+    """The temperature and the filters of a draw."""
 
     temperature: Tensor
     least: Tensor
     top_k: Tensor
     top_p: Tensor
-    least_keys: Tensor
 
 
 class Numbers(NamedTuple):
@@ -59,7 +58,7 @@ class Numbers(NamedTuple):
 
 
 class Winners(NamedTuple):
-    """The result of `race`: the chunk of each part that finishes first, and when."""
+    """What the parts of `race` leave: the chunk that finishes first, and when."""
 
     times: Tensor
     chunks: Tensor
@@ -73,7 +72,7 @@ def _largest_of(logits, which, row, num_rows, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _row_of(logits, row, num_rows, PARTS: tl.constexpr, ADJUSTED: tl.constexpr):
+def row_of(logits, row, num_rows, PARTS: tl.constexpr, ADJUSTED: tl.constexpr):
     """Whether the row's logits are finite, the largest adjusted one, and whether its bans hold:
     they do not if no token would be left."""
     largest = _largest_of(logits, 0, row, num_rows, PARTS)
@@ -88,7 +87,7 @@ def _row_of(logits, row, num_rows, PARTS: tl.constexpr, ADJUSTED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(logits, row, columns, largest, temperature, holds, ADJUSTED: tl.constexpr):
+def scaled_logits(logits, row, columns, largest, temperature, holds, ADJUSTED: tl.constexpr):
     """The scaled logits of some columns; behind the row's end -inf."""
     inside = columns < logits.vocab_size
     place = logits.raw + tl.load(logits.state + row).to(tl.int64) * logits.stride
@@ -120,6 +119,9 @@ def look(
     """Largest logits of a part: of the model (inf for NaN), with all adjustments, and without bans;
     and where the last two are first. Stores the adjusted logits without bans."""
     row, part = tl.program_id(0), tl.program_id(1)
+    if part == 0:
+        for which in range(3):
+            tl.store(logits.progress + which * num_rows + row, 0)
     columns = part * PART + tl.arange(0, PART)
     inside = columns < logits.vocab_size
     place = logits.raw + tl.load(logits.state + row).to(tl.int64) * logits.stride
@@ -161,95 +163,19 @@ def _store_first_largest(values, columns, largest_to, spot_to):
     tl.store(spot_to, tl.min(tl.where(values == largest, columns, _NO_TOKEN), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "step", "shift"])
-def search(
-    logits,
-    filters,
-    num_rows,
-    parts,
-    found,
-    wholes,
-    step,
-    shift,
-    BY_WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """Finds the largest key at or above which there are `top_k` tokens, or a share of `top_p` of
-    the weight. Step n has its bits above `shift`; the last step, whose `shift` is negative, only
-    joins what the one before has counted. `parts`: what each part has at or above each candidate,
-    and above all of them."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(filters.temperature + row)
-    limit, share = tl.load(filters.top_k + row), tl.load(filters.top_p + row)
-    is_ranked = (share < 1) if BY_WEIGHT else (limit > 0) & (limit < logits.vocab_size)
-    if (heat == 0) | (not is_ranked):
-        return
-    candidates, all_parts = tl.arange(0, CANDIDATES), tl.arange(0, PARTS)
-    size = num_rows * logits.num_parts * COUNTS
-    spot = (row * logits.num_parts + part) * COUNTS
-    to = parts + step % 2 * size + spot
-    prefix, above = 0, tl.zeros((), parts.dtype.element_ty)
-    if step > 1:
-        prefix = tl.load(found + (step - 1) * num_rows + row)
-    if step > 0:
-        before = parts + (step - 1) % 2 * size
-        places = (row * logits.num_parts + all_parts[:, None]) * COUNTS + candidates[None, :]
-        counts = tl.load(before + places, (all_parts < logits.num_parts)[:, None], other=0)
-        sums = tl.sum(counts, axis=0)
-        wanted = limit
-        if BY_WEIGHT:
-            whole = tl.sum(tl.where(candidates == 0, sums, 0), axis=0)
-            if step > 1:
-                whole = tl.load(wholes + row)
-            elif part == 0:
-                tl.store(wholes + row, whole)
-            wanted = tl.ceil(share * whole.to(tl.float64)).to(tl.int64)
-        digit = tl.maximum(tl.sum((sums >= wanted).to(tl.int32), axis=0) - 1, 0)
-        prefix += digit << (shift + 4)
-        if part == 0:
-            tl.store(found + step * num_rows + row, prefix)
-        if shift < 0:
-            tl.store(filters.least_keys + (num_rows if BY_WEIGHT else 0) + row, prefix)
-            return
-        above = tl.load(before + spot + digit + 1)
-        if above == tl.load(before + spot + digit):  # no token of the part is between candidates
-            tl.store(to + candidates, above + tl.zeros_like(sums))
-            tl.store(to + CANDIDATES, above)
-            return
-    is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
-    if not is_finite:
-        return
-    tl.store(to + CANDIDATES, above)
-    floor = key(tl.load(filters.least + row))
-    if BY_WEIGHT:
-        floor = tl.maximum(floor, tl.load(filters.least_keys + row))
-    groups, fields = tl.arange(0, 4), tl.arange(0, 4)
-    amounts = tl.zeros((CANDIDATES if BY_WEIGHT else 4, _COLUMNS), parts.dtype.element_ty)
-    for begin in range(part * PART, part * PART + PART, _COLUMNS):
-        columns = begin + tl.arange(0, _COLUMNS)
-        scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
-        is_counted = (columns < logits.vocab_size) & (key(scaled) >= floor)
-        # How many candidates the token reaches, less one.
-        digits = tl.minimum(tl.maximum((key(scaled) - prefix) >> shift, -1), CANDIDATES - 1)
-        digits = tl.where(is_counted, digits, -1)[None, :]
-        if BY_WEIGHT:
-            amounts += tl.where(digits >= candidates[:, None], weights(scaled)[None, :], 0)
-        else:  # a byte for each candidate c, 128 + digit - c, whose highest bit is counted
-            bytes_of_4 = digits * 0x01010101 + (0x7D7E7F80 - groups * 0x04040404)[:, None]
-            amounts += (bytes_of_4 >> 7) & 0x01010101
-    if BY_WEIGHT:
-        tl.store(to + candidates, tl.sum(amounts, axis=1))
-    else:
-        counts = (amounts[:, None, :] >> (fields * 8)[None, :, None]) & 0xFF
-        tl.store(to + groups[:, None] * 4 + fields[None, :], tl.sum(counts, axis=2))
+@triton.jit
+def comes_last(logits, which, row, num_rows):
+    """Whether this program is the last of its row here. What the others have stored before is
+    visible to it then."""
+    tl.debug_barrier()
+    num_others = tl.atomic_add(logits.progress + which * num_rows + row, 1, sem="acq_rel")
+    return num_others == logits.num_parts - 1
 
 
 @triton.jit
-def _kept_weights(filters, row, num_rows, scaled):
+def _kept_weights(logits, filters, row, scaled):
     """The weights of the tokens that the filters leave; 0 of the others."""
-    by_rank = filters.least_keys + row
-    least = tl.maximum(tl.load(by_rank), tl.load(by_rank + num_rows))
+    least = tl.load(logits.progress + row)
     is_kept = key(scaled) >= tl.maximum(key(tl.load(filters.least + row)), least)
     return tl.where(is_kept, weights(scaled), 0)
 
@@ -272,66 +198,48 @@ def race(
     filters,
     numbers,
     winners,
+    spots,
+    tokens,
     num_rows,
     PARTS: tl.constexpr,
     ADJUSTED: tl.constexpr,
 ):
-    """The chunk of 64 tokens of each part that finishes first."""
+    """Finds the chunk of 64 tokens of each part that finishes first. The part of the row that comes
+    last finds the first of these chunks, and stores its token that finishes first. Without a
+    temperature the likeliest token is stored; -1: the row's logits are not finite."""
     row, part = tl.program_id(0), tl.program_id(1)
     heat = tl.load(filters.temperature + row)
-    if heat == 0:
-        return
-    is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
-    if not is_finite:
+    is_finite, largest, holds = row_of(logits, row, num_rows, PARTS, ADJUSTED)
+    parts = tl.arange(0, PARTS)
+    inside, places = parts < logits.num_parts, row * logits.num_parts + parts
+    if (heat == 0) | (not is_finite):
+        if part == 0:
+            size = num_rows * logits.num_parts
+            which = tl.where(holds, 0, 1) * size
+            top = tl.load(logits.maxima + size + which + places, inside, other=-INFINITY)
+            spot = tl.load(spots + which + places, inside, other=_NO_TOKEN)
+            token = tl.min(tl.where(top == largest, spot, _NO_TOKEN), axis=0)
+            tl.store(tokens + row, tl.where(is_finite, token, -1).to(tl.int64))
         return
     chunks = part * _CHUNKS + tl.arange(0, _CHUNKS)
     columns = chunks[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
-    scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
-    amounts = tl.sum(_kept_weights(filters, row, num_rows, scaled), axis=1)
+    scaled = scaled_logits(logits, row, columns, largest, heat, holds, ADJUSTED)
+    amounts = tl.sum(_kept_weights(logits, filters, row, scaled), axis=1)
     finished = _finishes(numbers, row, chunks + _CHUNK, amounts)
     first = tl.min(finished, axis=0)
     spot = row * logits.num_parts + part
     tl.store(winners.times + spot, first)
     winner = tl.min(tl.where(finished == first, chunks, _NO_TOKEN), axis=0)
     tl.store(winners.chunks + spot, winner)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def finish(
-    logits,
-    filters,
-    numbers,
-    winners,
-    num_rows,
-    spots,
-    tokens,
-    PARTS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """Stores the row's token; -1: its logits are not finite."""
-    row, parts = tl.program_id(0), tl.arange(0, PARTS)
-    is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
-    if not is_finite:
-        tl.store(tokens + row, -1)
+    if not comes_last(logits, 2, row, num_rows):
         return
-    inside = parts < logits.num_parts
-    places = row * logits.num_parts + parts
-    heat = tl.load(filters.temperature + row)
-    if heat == 0:
-        size = num_rows * logits.num_parts
-        which = tl.where(holds, 0, 1) * size
-        top = tl.load(logits.maxima + size + which + places, inside, other=-INFINITY)
-        spot = tl.load(spots + which + places, inside, other=_NO_TOKEN)
-        token = tl.min(tl.where(top == largest, spot, _NO_TOKEN), axis=0)
-        tl.store(tokens + row, token.to(tl.int64))
-        return
-    finished = tl.load(winners.times + places, inside, other=INFINITY)
+    # Other programs have written these just now, so they are read from the cache that all share.
+    finished = tl.load(winners.times + places, inside, other=INFINITY, cache_modifier=".cg")
     first = tl.min(finished, axis=0)
-    chunk = tl.load(winners.chunks + places, inside, other=_NO_TOKEN)
+    chunk = tl.load(winners.chunks + places, inside, other=_NO_TOKEN, cache_modifier=".cg")
     chunk = tl.min(tl.where(finished == first, chunk, _NO_TOKEN), axis=0)
     within = tl.arange(0, _CHUNK)
-    scaled = _scaled(logits, row, chunk * _CHUNK + within, largest, heat, holds, ADJUSTED)
-    amounts = _kept_weights(filters, row, num_rows, scaled)
-    finished = _finishes(numbers, row, within, amounts)
+    scaled = scaled_logits(logits, row, chunk * _CHUNK + within, largest, heat, holds, ADJUSTED)
+    finished = _finishes(numbers, row, within, _kept_weights(logits, filters, row, scaled))
     won = tl.min(tl.where(finished == tl.min(finished, axis=0), within, _CHUNK), axis=0)
     tl.store(tokens + row, (chunk * _CHUNK + won).to(tl.int64))
