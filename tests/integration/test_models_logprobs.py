@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.engine.batch import Draw, Row, RowOutput, Scoring
-from services.protocol.logprobs import Logprobs
+from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import SamplingParams
 
 from .models_oracle import RecordingRunner, random_prompt
@@ -69,13 +69,18 @@ def rows_of(
 
 def run_alone(recording: RecordingRunner, rows: list[Row]) -> RowOutput:
     """The logprobs of all chunks, one after another."""
-    prompt: tuple[Logprobs, ...] = ()
+    parts = list[LogprobColumns]()
     for row in rows:
         (told,) = recording.run([row])
-        if isinstance(told, RowOutput):
-            prompt += told.prompt
+        if isinstance(told, RowOutput) and told.prompt is not None:
+            parts.append(told.prompt)
     assert isinstance(told, RowOutput)
-    return replace(told, prompt=prompt)
+    return replace(told, prompt=LogprobColumns.joined(parts))
+
+
+def prompt_of(told: RowOutput) -> list[Logprobs]:
+    assert told.prompt is not None
+    return list(told.prompt.rows())
 
 
 def asked(temperature: float = 0.0) -> SamplingParams:
@@ -112,8 +117,9 @@ def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -
     told = run_alone(recording, rows_of(recording, PROMPT, chunk, asked()))
     (token,), (of_token,) = told.tokens, told.logprobs
     exact = exact_logprobs(checkpoints(name), PROMPT)
-    assert len(told.prompt) == len(PROMPT) - 1
-    for position, found in enumerate(told.prompt, 1):
+    scores = prompt_of(told)
+    assert len(scores) == len(PROMPT) - 1
+    for position, found in enumerate(scores, 1):
         assert_is(found, exact[position - 1], PROMPT[position])
     assert_is(of_token, exact[-1], token)
     assert of_token.rank == 1
@@ -126,6 +132,6 @@ def test_the_composed_model_says_the_same(checkpoints: Make) -> None:
     composed = RecordingRunner(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")
     found = run_alone(composed, rows_of(composed, PROMPT, 64, asked()))
     assert found.tokens == expected.tokens
-    for one, other in zip(found.prompt, expected.prompt, strict=True):
+    for one, other in zip(prompt_of(found), prompt_of(expected), strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)

@@ -217,6 +217,7 @@ def test_logprobs_of_a_prompt_come_in_parts(crews: dict[int, Ranks], tmp_path: P
     row = Row(prompt, 0, trial.block_table, draws=(GREEDY,), scoring=scoring)
     (found,) = runner.run([row])
     assert isinstance(found, RowOutput)
+    assert found.prompt is not None
     assert len(found.prompt) == len(prompt) - 1
     assert found.tokens == tuple(Oracle(checkpoint).answer(prompt).token_ids[:1])
     crews[2].leave()
