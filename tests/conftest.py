@@ -39,10 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 class OneDeploymentAtATime(LoadFileScheduling):  # type: ignore[misc]
     """Gives each test file to one of pytest-xdist's processes, and all files of deployments to the
-    same one, so that no two deployments share the CPUs."""
+    same one, so that no two deployments share the CPUs. The files of `tests/quality` stay together,
+    too: they share models that take long to load."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
+        if path.startswith("tests/quality/"):
+            return "quality"
         return "deployments" if path.startswith(OF_DEPLOYMENTS) else path
 
 

@@ -40,7 +40,7 @@ def load(deployment: Deployment, num_requests: int, num_tokens: int) -> Iterator
 
 def test_overview_shows_pool_workers_and_requests(page: Page, deployment: Deployment) -> None:
     expect(page.locator(".worker:not(.gone)")).to_have_count(3)
-    with load(deployment, 20, 700):
+    with load(deployment, 8, 400):  # more than the pool holds
         expect(page.locator(".row .p-decode").first).to_be_visible()
         expect(page.locator("canvas.map")).to_be_visible()
         held = page.locator(".legend li", has_text="held").locator("b")

@@ -69,6 +69,11 @@ class RealModel:
             self._expected[key] = logits.argmax(-1)
         return self._expected[key]
 
+    @cached_property
+    def exact(self) -> RecordingRunner:
+        """A runner with the weights of the file in fp32; loading one takes as long as two texts."""
+        return self.runner(torch.float32, dequantize=True)
+
     def runner(self, dtype: torch.dtype, **options: Any) -> RecordingRunner:
         num_blocks = TEXT_TOKENS // BLOCK_SIZE
         return RecordingRunner(

@@ -5,8 +5,9 @@ docs/benchmarks/quantization.md.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ class Comparison:
         length = TEXT_TOKENS if num_texts == NUM_TEXTS else SAMPLE_TOKENS
         some = model.texts[:: NUM_TEXTS // num_texts][:num_texts]
         self.model, self.texts = model, [text[:length] for text in some]
-        exact = model.runner(torch.float32, dequantize=True)
-        self._likeliest, self._logprobs = self._answers(exact)
+        self._likeliest, self._logprobs = self._answers(model.exact)
 
     def quality(self, **options: Any) -> Quality:
         """The quality of the file with the options of a runner, in bf16."""
@@ -128,11 +128,24 @@ LEAST = {
 """The least share of likeliest tokens, by the type of a file and by `--quantize`."""
 
 
-def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(models: dict[str, RealModel]) -> None:
+@pytest.fixture(scope="module")
+def in_bf16(models: dict[str, RealModel]) -> Callable[[str], tuple[Comparison, Quality]]:
+    """Two texts, and what bf16 says about them with the arithmetic of a GPU's kernels."""
+
+    @cache
+    def of(name: str) -> tuple[Comparison, Quality]:
+        comparison = Comparison(models[name], NUM_SAMPLES)
+        return comparison, comparison.quality(backend="reference", dequantize=True)
+
+    return of
+
+
+def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(
+    in_bf16: Callable[[str], tuple[Comparison, Quality]],
+) -> None:
     """The reference has the arithmetic of the kernels. A bf16 residual stream costs more than on a
     CPU, whatever the weights."""
-    comparison = Comparison(models["smollm2"], 1)
-    plain = comparison.quality(backend="reference", dequantize=True)
+    comparison, plain = in_bf16("smollm2")
     found = comparison.quality(backend="reference")
     print(f"\nQ4_1 on a GPU: {found}, in bf16: {plain}")
     assert found.same >= 0.97
@@ -144,12 +157,11 @@ def test_quantized_linears_of_a_gpu_cost_no_likeliest_tokens(models: dict[str, R
     ("name", "least"), [("smollm2", 0.9), pytest.param("gemma3", 0.94, marks=pytest.mark.full)]
 )
 def test_keys_and_values_in_fp8_change_few_likeliest_tokens(
-    models: dict[str, RealModel], name: str, least: float
+    in_bf16: Callable[[str], tuple[Comparison, Quality]], name: str, least: float
 ) -> None:
     """The reference stores what a GPU stores. Beside it: the same file with KV in bf16. Three bits
     of mantissa are few for keys, whatever their scale."""
-    comparison = Comparison(models[name], 2)
-    plain = comparison.quality(backend="reference", dequantize=True)
+    comparison, plain = in_bf16(name)
     found = comparison.quality(backend="reference", dequantize=True, kv_in_fp8=True)
     print(f"\n{name}, KV in fp8: {found}, in bf16: {plain}")
     assert found.same >= least

@@ -24,11 +24,12 @@ def test_the_likeliest_tokens_of_real_texts_are_those_of_transformers(
     models: dict[str, RealModel], name: str, dtype: torch.dtype, least: float, texts: str
 ) -> None:
     """After every token in fp32; after 99 of 100 in bf16, which rounds."""
+    is_exact = dtype == torch.float32
     model, number, length = models[name], NUM_TEXTS, TEXT_TOKENS
     if texts == "sample":
         number, length = SAMPLES[name], SAMPLE_TOKENS
-        least -= 0 if dtype == torch.float32 else SAMPLE_SLACK
-    runner, same = model.runner(dtype, dequantize=True), 0
+        least -= 0 if is_exact else SAMPLE_SLACK
+    runner, same = model.exact if is_exact else model.runner(dtype, dequantize=True), 0
     for text in model.texts[:number]:
         assert len(text) == TEXT_TOKENS
         found = all_logits(runner, text[:length]).argmax(-1)
