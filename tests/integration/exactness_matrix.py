@@ -133,11 +133,11 @@ for name in ("alone", "all of it"):
         condition, setting=replace(condition.setting, kv_in_int8=True)
     )
 WHOLE = (
-    *("batch of 64", "preempted, nothing cached", "swapped", "prefill worker dies"),
-    *("all of it", "late device, all of it", "speculation, all of it", "mixed, among others"),
+    *("preempted, nothing cached", "all of it"),
+    *("late device, all of it", "speculation, all of it", "mixed, among others"),
 )
 """The conditions that `make test` runs with every strategy; `make test-full` runs the whole matrix.
-A drain and the death of a decode worker are in "all of it"."""
+A swap, a drain and the death of a decode worker are in "all of it"."""
 OF_LOGITS = ("chunks of", "blocks of", "2 threads")
 """The beginnings of conditions that change no more than how logits are computed, whose bits
 `test_models_bitwise.py` compares."""

@@ -4,6 +4,7 @@ or decoded prefix, on any number of threads, and with any source of the packed w
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+SAMPLE = {"float32": "qwen3", "int8": "mistral", "int4": "llama", "KV in int8": "qwen3"}
+"""The model of each kind in `make test`, which has bf16, the default, with every model."""
 
 
-@pytest.fixture(scope="module", params=SPECS)
-def sequence(checkpoints: Make, kind: str, request: pytest.FixtureRequest) -> Sequence:
-    return Sequence(checkpoints(request.param), kind)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((kind, name), marks=() if SAMPLE.get(kind, name) == name else pytest.mark.full)
+        for kind, name in product(KINDS, SPECS)
+    ],
+    ids=", ".join,
+)
+def sequence(checkpoints: Make, request: pytest.FixtureRequest) -> Sequence:
+    kind, name = request.param
+    return Sequence(checkpoints(name), kind)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 149])
@@ -174,6 +181,7 @@ def test_logits_do_not_depend_on_packed_weights(sequence: Sequence, tmp_path: Pa
     assert len([path for path in tmp_path.iterdir() if path.suffix != ".lock"]) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", [*usable_kernels()[1:], *emulated_kernels()])
 def test_logits_do_not_depend_on_the_batch_on_any_instruction_set(
     checkpoints: Make, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
