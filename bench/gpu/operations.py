@@ -98,6 +98,7 @@ def checks(machine: Machine) -> Iterator[Check]:
         if name != "linear":
             yield f"{name}: same bits in every batch", partial(_invariance, machine, ops, call)
     yield "linear: bits in batches (cuBLAS promises none)", lambda: _linear_bits(machine, ops)
+    yield "linears of any mix of adapters, in two launches", lambda: _low_ranks(machine, ops)
 
 
 def _equals(machine: Machine, ops: Backend, reference: Backend, call: Operation) -> Passed:
@@ -133,3 +134,29 @@ def _linear_bits(machine: Machine, ops: Backend) -> Passed:
     ]
     detail = f"batches of {', '.join(map(str, other))} rows differ" if other else "no batch differs"
     return Passed(detail, {"differing_batches": len(other)})
+
+
+def _low_ranks(machine: Machine, ops: Backend) -> Passed:
+    """A quarter of the rows has no adapter, the others have three of different ranks, beside two
+    linears of the rows of each adapter. Their time is reported, and the time if no row has any."""
+    num_rows, size = machine.pick(64, 5), machine.pick(4096, 96)
+    there = Inputs.of(num_rows, size, machine.half).to(machine.device)
+    draw, shares = torch.Generator().manual_seed(1), []
+    found = ops.linear(there.x, there.matrix)
+    expected = found.clone()
+    addresses = torch.zeros(num_rows, dtype=torch.int64, device=machine.device)
+    kept: list[Tensor] = []
+    for number, rank in enumerate((16, 48, 64), 1):
+        down, up = torch.randn(rank, size, generator=draw), torch.randn(size // 2, rank)
+        pair = [(m * m.shape[1] ** -0.5).to(there.x) for m in (down, up)]
+        kept += [*pair, torch.tensor([[*(m.data_ptr() for m in pair), rank]]).to(machine.device)]
+        rows = slice(number * num_rows // 4, (number + 1) * num_rows // 4)
+        expected[rows] += ops.linear(ops.linear(there.x[rows], pair[0]), pair[1])
+        addresses[rows] = kept[-1].data_ptr()
+    call = partial(ops.add_low_rank, x=there.x, linear=0, max_rank=64)
+    call(found, tables=addresses)
+    shares.append(compare(found, expected.cpu(), _LINEAR_SLACK))
+    mixed = machine.seconds(partial(call, found, tables=addresses))
+    none = machine.seconds(partial(call, found, tables=torch.zeros_like(addresses)))
+    text = f"{num_rows} rows {mixed * 1e6:,.0f} us, without adapters {none * 1e6:,.0f} us"
+    return worst(shares, text)

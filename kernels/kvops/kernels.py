@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 
 
 class Kernels(ABC):
-    """`device`, `native`, `kv_dtypes`, `has_sampler`, `needs_plan`: see `ops.Backend`.
-    `reads_whole_blocks`: attention also reads slots of a row's blocks that the row does not see,
-    and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks` is the length of the
-    longest block table of a CUDA graph. `linear_rows`: see `ops.Backend`."""
+    """`device`, `native`, `kv_dtypes`, `has_sampler`, `has_low_rank`, `needs_plan`: see
+    `ops.Backend`. `reads_whole_blocks`: attention also reads slots of a row's blocks that the row
+    does not see, and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks` is the
+    length of the longest block table of a CUDA graph. `linear_rows`: see `ops.Backend`."""
 
     name: str
     device = "cpu"
@@ -31,6 +31,7 @@ class Kernels(ABC):
     kv_dtypes: tuple[torch.dtype, ...] = ()
     has_sampler = False
     has_sinks = False
+    has_low_rank = False
     needs_plan = False
     max_blocks = 0
     linear_rows: tuple[int, ...] = (1,)
@@ -68,6 +69,12 @@ class Kernels(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor | GroupedWeight, bias: Tensor | None) -> Tensor: ...
+
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, tables: Tensor, linear: int, max_rank: int
+    ) -> None:
+        """Called only if `has_low_rank`."""
+        raise NotImplementedError
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

@@ -45,8 +45,9 @@ class Backend:
     All tensors are on `device`, "cpu" or "cuda". `native` are the native kernels, which compute
     whole steps in C++; if it is None, the engine composes steps of these operations. An arena may
     also be of one of the `kv_dtypes`, beside queries of any dtype. `sample` draws tokens where the
-    logits are if `has_sampler`. The engine calls `plan` before each step if `needs_plan`. Steps of
-    each number of tokens in `linear_rows` take other kernels, which are compiled when they are
+    logits are if `has_sampler`, and `add_low_rank` is there if `has_low_rank`. The engine calls
+    `plan` before each step if `needs_plan`. Steps of each number of tokens in `linear_rows` take
+    other kernels, which are compiled when they are
     first called."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -55,6 +56,7 @@ class Backend:
         self.native: NativeCpu | None = kernels.native
         self.kv_dtypes, self.has_sampler = kernels.kv_dtypes, kernels.has_sampler
         self.needs_plan, self.linear_rows = kernels.needs_plan, kernels.linear_rows
+        self.has_low_rank = kernels.has_low_rank
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """Return a description of the computation for logs and the registry."""
@@ -245,6 +247,23 @@ class Backend:
         if bias is not None:
             _check("bias", bias, x, (num_outputs,))
         return self._kernels.linear(x, weight, bias)
+
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, tables: Tensor, linear: int, max_rank: int
+    ) -> None:
+        """Writes `y`: adds B @ (A @ x) of each token's adapter, in x's dtype, as two linears do.
+
+        x: [T, in], rows contiguous. y: [T, out]. tables: [T] int64, for each token the address of
+        its adapter's table on the device, or 0 without an adapter. A table is int64
+        [linears, 3]: of each linear the addresses of A [rank, in] and B [out, rank], contiguous and
+        in x's dtype, and the rank, a multiple of 16 up to `max_rank`, 0 if the adapter does not
+        change it. The launches depend on T and `max_rank` alone, as a CUDA graph needs it.
+        """
+        _check("x", x, y, (len(y), -1))
+        _check("y", y, x, (-1, -1))
+        if tables.shape != (len(y),) or tables.dtype != torch.int64:
+            raise ValueError(f"tables: {_shape(tables)} is not int64 {[len(y)]}")
+        self._kernels.add_low_rank(y, x, tables, linear, max_rank)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and

@@ -194,11 +194,15 @@ class Runner:
         self.launch(largest_rows(lens, self._block_size, config.vocab_size)).result()
 
     def capture_graphs(
-        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+        self,
+        max_rows: int,
+        max_tokens: int,
+        new_graph: Callable[[], Graph] | None = None,
+        max_lora_rank: int = 0,
     ) -> None:
         """Record graphs for decode steps of up to `max_rows` rows and for other steps of up to
         `max_tokens` tokens, which later steps replay; see `ModelSteps.capture`."""
-        self._steps.capture(max_rows, max_tokens, new_graph)
+        self._steps.capture(max_rows, max_tokens, new_graph, max_lora_rank)
 
     def _forward(
         self, rows: Sequence[Row], batch: SamplingBatch, others: Mapping[str, Indices]
@@ -212,7 +216,7 @@ class Runner:
             arrays = one_token_rows(arrays)
         num_rows = len(arrays["context_lens"])
         adapters = _adapter_runs(rows)
-        graph = None if adapters else self._steps.graph_for(num_tokens, num_rows)
+        graph = self._steps.graph_for(num_tokens, num_rows, bool(adapters))
         if graph is not None:
             arrays = padded(arrays, graph)
         if any(row.drawn_by is not None for row in rows):

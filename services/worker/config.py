@@ -141,6 +141,11 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         return min(most, max(self.num_seqs, _SEQS_ON_GPU), self.num_batched_tokens)
 
     @property
+    def graph_lora_rank(self) -> int:
+        """The largest rank of adapters in graphs; 0 if graphs have no adapters."""
+        return self.max_lora_rank if self.max_loras else 0
+
+    @property
     def num_batched_tokens(self) -> int:
         """The most tokens that one step computes."""
         default = _BATCHED_TOKENS_ON_GPU if self.is_on_gpu else _BATCHED_TOKENS

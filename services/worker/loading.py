@@ -257,6 +257,7 @@ class _Load:
             shared=self.shared,
             graph_rows=0 if settings.enforce_eager else settings.num_decode_rows,
             draft_bytes=draft_bytes,
+            max_lora_rank=settings.graph_lora_rank,
         )
         plan = ranks.measure(layout, measure) if ranks else measure()
         log.info("gpu_memory_planned", device=settings.device, **plan.fields(layout.block_bytes))

@@ -113,7 +113,11 @@ def _warm_runner(loaded: LoadedModel, own: Membership, settings: WorkerSettings)
     runner = new_runner(model, kv, loaded.layout.block_size, loaded.ops, loaded.ranks)
     runner.warm_up(_NUM_WARM_UP_TOKENS, limits.max_num_seqs)
     if model.device.type == "cuda" and not settings.enforce_eager:
-        runner.capture_graphs(settings.num_decode_rows, limits.max_num_batched_tokens)
+        runner.capture_graphs(
+            settings.num_decode_rows,
+            limits.max_num_batched_tokens,
+            max_lora_rank=settings.graph_lora_rank,
+        )
     return runner
 
 

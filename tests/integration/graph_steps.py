@@ -87,14 +87,16 @@ class DeviceRunner(Runner):
         super().__init__(model, self.kv, SIZE, ops)
         self._inputs.is_copied = True
 
-    def with_graphs(self, max_tokens: int = 0, max_rows: int = MAX_ROWS) -> "DeviceRunner":
+    def with_graphs(
+        self, max_tokens: int = 0, max_rows: int = MAX_ROWS, max_lora_rank: int = 0
+    ) -> "DeviceRunner":
         self.graphs: list[RecordedGraph] = []
 
         def new_graph() -> RecordedGraph:
             self.graphs.append(RecordedGraph())
             return self.graphs[-1]
 
-        self.capture_graphs(max_rows, max_tokens, new_graph)
+        self.capture_graphs(max_rows, max_tokens, new_graph, max_lora_rank)
         return self
 
     @property

@@ -221,6 +221,21 @@ def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, sw
             assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)
 
 
+def test_low_ranks_compile(capability: int, tmp_path: Path) -> None:
+    """The same kernels serve any number of rows and any linear of a model whose numbers are
+    multiples of 16, and compute on tensor cores."""
+    with compiling(capability, tmp_path) as compiled:
+        options = (1, 2, 16, 64), (1024, 4096), (0, 7)
+        for num_rows, num_outputs, linear in itertools.product(*options):
+            x, y = torch.zeros(num_rows, 2048).bfloat16(), torch.zeros(num_rows, num_outputs)
+            tables = torch.zeros(num_rows, dtype=torch.int64)
+            OPS.add_low_rank(y.bfloat16(), x, tables, linear, 192)
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    assert [kernel.metadata.name for kernel in kernels] == ["_shrink", "_expand"]
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    assert all("mma" in kernel.asm["ptx"] for kernel in kernels)
+
+
 @pytest.mark.parametrize(
     "kind", ["int4-32", "mxfp4", *(pytest.param(kind, marks=FULL) for kind in ("fp8-128", "int8"))]
 )

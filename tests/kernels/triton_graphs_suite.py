@@ -2,7 +2,9 @@
 of transformers. The graphs are those of `tests.graph_stand_in`. pytest does not collect this file:
 `test_triton.py` runs it."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import Backend
 from kvops.triton import TritonKernels
-from services.engine.batch import Row
+from services.engine.batch import LoadedAdapter, Row
+from services.model.checkpoint.adapter import AdapterFiles
+from tests.adapters import ATTENTION, make_adapter
 from tests.graph_stand_in import launched
 from tests.integration.graph_steps import KERNELS, DeviceRunner, only, table
 from tests.integration.models_oracle import GREEDY, Oracle, random_prompt
@@ -20,7 +24,7 @@ class LaunchedTriton(TritonKernels):
     """Triton's kernels, each of which counts as one launch."""
 
 
-for _name in {*KERNELS, "store_heads"} - {"clear_begun_blocks"}:
+for _name in {*KERNELS, "store_heads", "add_low_rank"} - {"clear_begun_blocks"}:
     setattr(LaunchedTriton, _name, launched(getattr(TritonKernels, _name)))
 
 
@@ -76,3 +80,58 @@ def test_padded_tokens_write_nothing_and_change_no_bit(runner: DeviceRunner) -> 
     first, *_ = table(0)
     changed = (runner.kv != 7.0).flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert changed == [0, first, first + 1]
+
+
+ADAPTERS: tuple[dict[str, Any], ...] = (
+    {"r": 5, "lora_alpha": 3, "target_modules": ATTENTION},
+    {"r": 20, "target_modules": ["v_proj", "down_proj"]},
+    {"layers_to_transform": [1]},
+)
+
+
+def adapted_rows(adapters: Sequence[LoadedAdapter | None], start: int) -> list[Row]:
+    return [
+        Row((7 + start,), start, table(i), 0, (GREEDY,), adapter=adapter)
+        for i, adapter in enumerate(adapters)
+    ]
+
+
+def test_any_mix_of_adapters_replays_the_same_graphs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the linears of each adapter by themselves, which are launched kernel by kernel, have
+    the same states. A step without adapters replays a graph without their kernels."""
+    eager = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedTriton()))
+    graphed = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedTriton()))
+    monkeypatch.setattr("services.engine.device.graphs._NUM_WARM_UPS", 0)  # nothing is compiled
+    monkeypatch.setattr("services.engine.device.graphs.ladder", lambda max_rows: [max_rows])
+    graphed.with_graphs(max_rows=4, max_lora_rank=20)
+    folders = [
+        make_adapter(tmp_path / str(number), checkpoint, number, **fields)
+        for number, fields in enumerate(ADAPTERS)
+    ]
+
+    def loaded(runner: DeviceRunner) -> list[LoadedAdapter | None]:
+        config = runner._model.whole_config
+        files = [AdapterFiles.read(folder, config, 20) for folder in folders]
+        return [None, *(LoadedAdapter(f.digest, runner._model.load_adapter(f)) for f in files)]
+
+    of_eager, of_graphs = loaded(eager), loaded(graphed)
+    sizes = [len(graph.launches) for graph in graphed.graphs]
+    mixes = [(0, 0, 1, 2), (1, 3, 3), (0, 0, 0, 0), (0, 1, 2, 3)]
+    for start, mix in enumerate(mixes):
+        wanted = eager.hidden(adapted_rows([of_eager[i] for i in mix], start))
+        before = [graph.num_replays for graph in graphed.graphs]
+        found = graphed.hidden(adapted_rows([of_graphs[i] for i in mix], start))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        (used,) = (
+            sizes[number]
+            for number, graph in enumerate(graphed.graphs)
+            if graph.num_replays > before[number]
+        )
+        # One more launch in this stand-in for each of 4 linears of 2 layers.
+        assert used - min(sizes) == (8 if any(mix) else 0)
+    plain = graphed.hidden(adapted_rows([None] * 4, len(mixes)))
+    mixed = graphed.hidden(adapted_rows([of_graphs[i] for i in (0, 1, 2, 3)], len(mixes)))
+    assert torch.equal(plain[0], mixed[0])
+    assert not torch.isclose(plain[1:], mixed[1:], atol=0.1).all(dim=1).any()

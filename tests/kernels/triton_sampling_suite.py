@@ -217,7 +217,7 @@ class TableSteps:
             vocab_size, vocab_size, generator=torch.Generator().manual_seed(4)
         )
 
-    def graph_for(self, num_tokens: int, num_rows: int) -> None:
+    def graph_for(self, num_tokens: int, num_rows: int, has_adapters: bool) -> None:
         return None
 
     def compute(self, placed: Any, facts: Any) -> Tensor:

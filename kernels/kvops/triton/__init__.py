@@ -14,9 +14,9 @@ from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall, AttentionShape, HeadsCall
-from kvops.triton import attention, experts, float8, fusions, heads, linears, sampling
+from kvops.triton import attention, experts, float8, fusions, heads, linears, low_rank, sampling
 
-NUMERICS = "2"
+NUMERICS = "3"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
 other tiles or splits."""
 
@@ -30,6 +30,7 @@ class TritonKernels(Kernels):
     has_sampler = True
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     has_sinks = True
+    has_low_rank = True
     linear_rows = linears.LINEAR_ROWS
 
     def numerics(self) -> dict[str, str]:
@@ -76,6 +77,11 @@ class TritonKernels(Kernels):
         if isinstance(weight, GroupedWeight):
             return linears.linear(x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, tables: Tensor, linear: int, max_rank: int
+    ) -> None:
+        low_rank.add_low_rank(y, x, tables, linear, max_rank)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fusions.rms_norm(x, None, weight, eps)

@@ -207,6 +207,7 @@ def profile(
     graph_rows: int = 0,
     new_graph: Callable[[], Graph] | None = None,
     draft_bytes: int = 0,
+    max_lora_rank: int = 0,
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
     sequences, and by recording the graphs of steps, for decode steps of up to `graph_rows` rows (0
@@ -217,5 +218,5 @@ def profile(
     runner.run_largest_step(num_tokens, num_rows)
     if graph_rows:
         with measured.graphs():
-            runner.capture_graphs(graph_rows, num_tokens, new_graph)
+            runner.capture_graphs(graph_rows, num_tokens, new_graph, max_lora_rank)
     return measured.plan(num_workers, utilization, shared, draft_bytes)

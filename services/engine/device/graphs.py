@@ -25,6 +25,7 @@ from torch import Tensor
 
 from services.engine.device.inputs import Indices
 from services.engine.models import Batch
+from services.engine.models.model import AdapterRun, AdapterTables
 
 _NUM_WARM_UPS = 2
 """Before a capture: kernels are compiled, and libraries allocate what they keep."""
@@ -87,10 +88,14 @@ class GraphShape:
     num_rows: int
     query_len: int
     """The most tokens of a row: 1 in a decode step."""
+    has_adapters: bool = False
+    """Whether tokens may have adapters."""
 
-    def fits(self, num_tokens: int, num_rows: int) -> bool:
+    def fits(self, num_tokens: int, num_rows: int, has_adapters: bool = False) -> bool:
         """Whether the graph computes a step of so many tokens and rows. Beside chunks of prompts,
         one row is left for the padded tokens."""
+        if self.has_adapters != has_adapters:
+            return False
         if self.query_len == 1:
             return num_tokens == num_rows <= self.num_rows
         return num_tokens <= self.num_tokens and num_rows < self.num_rows
@@ -111,11 +116,15 @@ _CHUNK_ROWS = (16, 64)
 rows could begin, and FlashInfer smaller tiles and more memory for partial results."""
 
 
-def graph_shapes(max_rows: int, max_tokens: int) -> list[GraphShape]:
+def graph_shapes(
+    max_rows: int, max_tokens: int, *, with_adapters: bool = False
+) -> list[GraphShape]:
     """The shapes that have graphs, the smallest first, for decode steps of up to `max_rows` rows
     and steps of up to `max_tokens` tokens. Chunks have powers of two, so that padding at most
-    doubles a step; a step of two tokens is a decode step."""
-    shapes = [GraphShape(size, size, 1) for size in ladder(max_rows)]
+    doubles a step; a step of two tokens is a decode step. `with_adapters`: decode steps have graphs
+    with adapters too, beside those without, which have 8 launches a layer less."""
+    kinds = (False, True) if with_adapters else (False,)
+    shapes = [GraphShape(size, size, 1, kind) for size in ladder(max_rows) for kind in kinds]
     size = 4
     while size < 2 * max_tokens and size <= _MAX_CHUNK_TOKENS:
         shapes += [GraphShape(size, rows, size) for rows in {min(size, n) for n in _CHUNK_ROWS}]
@@ -124,8 +133,8 @@ def graph_shapes(max_rows: int, max_tokens: int) -> list[GraphShape]:
 
 
 class StepGraphs:
-    """The graphs of one runner. `forward` computes a batch, and returns the states of all
-    tokens."""
+    """The graphs of one runner. `forward` computes a batch, and returns the states of all tokens.
+    `max_rank` is the largest rank of adapters in graphs that have them."""
 
     def __init__(
         self,
@@ -134,6 +143,7 @@ class StepGraphs:
         max_blocks: int,
         device: torch.device,
         new_graph: Callable[[], Graph],
+        max_rank: int = 0,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -150,11 +160,15 @@ class StepGraphs:
             "context_lens": zeros(max_rows, dtype=torch.int32),
         }
         self._tables = zeros(max_rows, max_blocks, dtype=torch.int32)
+        self._adapters = AdapterTables(zeros(max_rows), max_rank)
         self._graphs: dict[GraphShape, tuple[Graph, Batch, Tensor]] = {}
 
-    def shape_for(self, num_tokens: int, num_rows: int) -> GraphShape | None:
+    def shape_for(
+        self, num_tokens: int, num_rows: int, has_adapters: bool = False
+    ) -> GraphShape | None:
         """The smallest graph for a step of so many tokens and rows; None if there is none."""
-        return next((shape for shape in self._shapes if shape.fits(num_tokens, num_rows)), None)
+        step = num_tokens, num_rows, has_adapters
+        return next((shape for shape in self._shapes if shape.fits(*step)), None)
 
     def capture(self, before: Callable[[GraphShape, Indices], None]) -> None:
         """Record all graphs, the largest first, so that the others fit into its memory. Their
@@ -171,7 +185,9 @@ class StepGraphs:
             states = graph.capture(partial(self._forward, batch))
             self._graphs[shape] = graph, batch, states
 
-    def replay(self, shape: GraphShape, placed: Mapping[str, Tensor]) -> Tensor:
+    def replay(
+        self, shape: GraphShape, placed: Mapping[str, Tensor], adapters: Sequence[AdapterRun] = ()
+    ) -> Tensor:
         """Compute a step that `padded` has padded to the shape; `placed` are its arrays on the
         device. Returns the states of all tokens, [tokens, hidden_size], until the next call."""
         graph, batch, states = self._graphs[shape]
@@ -181,18 +197,24 @@ class StepGraphs:
             batch.cu_query_lens.copy_(placed["cu_query_lens"])
         tables = placed["block_tables"]
         batch.block_tables[:, : tables.shape[1]].copy_(tables)
+        if batch.tables is not None:
+            addresses = batch.tables.addresses.zero_()
+            for run in adapters:
+                addresses[run.begin : run.end].fill_(run.adapter.table.data_ptr())
         graph.replay()
         return states
 
     def _batch(self, shape: GraphShape, begins: Indices) -> Batch:
         rows, tokens = shape.num_rows, shape.num_tokens
+        addresses, rank = self._adapters.addresses[:tokens], self._adapters.max_rank
+        of_tokens: dict[str, Any] = {name: self._inputs[name][:tokens] for name in _OF_TOKENS}
         return Batch(
-            **{name: self._inputs[name][:tokens] for name in _OF_TOKENS},
+            **of_tokens,
             context_lens=self._inputs["context_lens"][:rows],
             block_tables=self._tables[:rows],
             cu_query_lens=torch.from_numpy(begins).to(self._tables.device),
             max_query_len=shape.query_len,
-            adapters=(),
+            tables=AdapterTables(addresses, rank) if shape.has_adapters else None,
         )
 
 

@@ -3,6 +3,7 @@ is planned. With several ranks each has its own `ModelSteps`, and all compute th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from services.engine.device.graphs import (
 from services.engine.device.inputs import Indices, block_pairs
 from services.engine.device.threads import use_device
 from services.engine.models.model import AdapterRun, Batch, Model
+from services.engine.weights.adapter_weights import largest_rank
 from services.model.config.model_config import ModelConfig
 
 BATCH_TENSORS = (
@@ -80,15 +82,21 @@ class ModelSteps:
 
     @torch.inference_mode()
     def capture(
-        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+        self,
+        max_rows: int,
+        max_tokens: int,
+        new_graph: Callable[[], Graph] | None = None,
+        max_lora_rank: int = 0,
     ) -> None:
         """Record the graphs of `graph_shapes`. They write nothing. Tensors that a graph reads stay
-        where they are. Without `new_graph` they are CUDA's."""
+        where they are. Without `new_graph` they are CUDA's. Steps with adapters of up to
+        `max_lora_rank` have graphs if that is not 0 and the backend has a kernel for them."""
         use_device(self._kv.device)
         context, device = self._model.config.max_position_embeddings, self._kv.device
         max_blocks = -(-context // self._block_size)
         self._ops.set_max_blocks(max_blocks)
-        shapes = graph_shapes(max_rows, max_tokens)
+        with_adapters = max_lora_rank > 0 and self._ops.has_low_rank
+        shapes = graph_shapes(max_rows, max_tokens, with_adapters=with_adapters)
         all_tokens = torch.arange(shapes[-1].num_tokens, device=device)
         page_ids = torch.zeros_like(all_tokens, dtype=torch.int32)
 
@@ -101,7 +109,7 @@ class ModelSteps:
             self._plan(facts, page_ids[: shape.num_rows])
 
         make = new_graph or cuda_graphs()
-        graphs = StepGraphs(forward, shapes, max_blocks, device, make)
+        graphs = StepGraphs(forward, shapes, max_blocks, device, make, largest_rank(max_lora_rank))
         graphs.capture(before)
         self._graphs = graphs
 
@@ -110,9 +118,12 @@ class ModelSteps:
         use_device(self._kv.device)
         self._ops.warm_up(self._kv[:, 0], self._attention, max_rows)
 
-    def graph_for(self, num_tokens: int, num_rows: int) -> GraphShape | None:
+    def graph_for(
+        self, num_tokens: int, num_rows: int, has_adapters: bool = False
+    ) -> GraphShape | None:
         """The smallest graph for a step of so many tokens and rows; None if there is none."""
-        return None if self._graphs is None else self._graphs.shape_for(num_tokens, num_rows)
+        graphs = self._graphs
+        return None if graphs is None else graphs.shape_for(num_tokens, num_rows, has_adapters)
 
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
         """Compute a step, and store its KV. `placed` has the tensors of its batch, the tokens with
@@ -121,10 +132,11 @@ class ModelSteps:
         self._plan(facts, placed.get("page_ids"))
         if facts.graph is not None:
             assert self._graphs is not None
-            states = self._graphs.replay(facts.graph, placed)
+            states = self._graphs.replay(facts.graph, placed, facts.adapters)
             return states[: facts.num_tokens] if facts.wants_all else states[placed["wanted"]]
+        tensors: dict[str, Any] = {name: placed[name] for name in BATCH_TENSORS}
         batch = Batch(
-            **{name: placed[name] for name in BATCH_TENSORS},
+            **tensors,
             max_query_len=int(np.diff(facts.query_begins).max()),
             adapters=facts.adapters,
         )

@@ -1,7 +1,7 @@
 """A decoder composed of the operations of `kvops`: Llama's decoder, with what the rows of
 `services.model.config.families` add to it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,18 @@ class Layer:
     sinks: Tensor | None = None
 
 
-LowRanks = dict[tuple[int, str], tuple[Tensor, Tensor]]
-"""Maps a layer and one of its linears to A and B of an adapter."""
+_SITES = ("qkv", "output", "gate_up", "down")
+"""The linears of a layer that adapters change."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRanks:
+    """The weights of an adapter."""
+
+    pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+    """A and B by layer and linear."""
+    table: Tensor
+    """The same as a table for `Backend.add_low_rank`."""
 
 
 class ComposedModel:
@@ -105,10 +115,15 @@ class ComposedModel:
         def there(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
             return down.to(self.device, self.dtype), up.to(self.device, self.dtype)
 
-        return {
+        pairs = {
             (one.layer, one.site): there(*one.whole())
             for one in joined_adapters(files, self.whole_config, self.shard)
         }
+        table = torch.zeros(len(self._layers) * len(_SITES), 3, dtype=torch.int64)
+        for (layer, site), (down, up) in pairs.items():
+            entry = torch.tensor([down.data_ptr(), up.data_ptr(), len(down)])
+            table[layer * len(_SITES) + _SITES.index(site)] = entry
+        return LowRanks(pairs, table.to(self.device))
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """See `Model.forward`. The residual stream starts at 0; the output of each sublayer is
@@ -216,10 +231,13 @@ class ComposedModel:
         """Compute one linear of layer `i`, and what adapters add to it."""
         y = self.ops.linear(x, linear.weight, linear.bias)
         for run in batch.adapters:
-            if (pair := run.adapter.get((i, site))) is not None:
+            if (pair := run.adapter.pairs.get((i, site))) is not None:
                 down, up = pair
                 z = self.ops.linear(x[run.begin : run.end], down)
                 y[run.begin : run.end] += self.ops.linear(z, up)
+        if (tables := batch.tables) is not None:
+            number = i * len(_SITES) + _SITES.index(site)
+            self.ops.add_low_rank(y, x, tables.addresses, number, tables.max_rank)
         return y
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:

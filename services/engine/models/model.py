@@ -24,6 +24,16 @@ class AdapterRun:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTables:
+    """The adapters of the tokens of a CUDA graph; see `kvops.ops.Backend.add_low_rank`."""
+
+    addresses: Tensor
+    """The address of the table of each token's adapter, or 0 without one, [T] int64."""
+    max_rank: int
+    """The largest rank of A and B."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`. Kernels know
     `max_query_len` on the host, so that they do not wait for the device to tell."""
@@ -42,6 +52,8 @@ class Batch:
     """The new tokens of the row with the most."""
     adapters: tuple[AdapterRun, ...] = ()
     """The adapters of the last tokens; the tokens before have none."""
+    tables: AdapterTables | None = None
+    """The tokens' adapters in a graph of steps with adapters; `adapters` is empty then."""
 
     @property
     def is_decode(self) -> bool:

@@ -211,9 +211,9 @@ class Rank:
             self._made_steps = ModelSteps(self.model, kv, kv.shape[3], self._ops)
         return self._made_steps
 
-    def capture(self, max_rows: int, max_tokens: int) -> None:
+    def capture(self, max_rows: int, max_tokens: int, max_lora_rank: int) -> None:
         """Record steps as graphs, see `ModelSteps.capture`."""
-        self._steps.capture(max_rows, max_tokens, self._new_graph)
+        self._steps.capture(max_rows, max_tokens, self._new_graph, max_lora_rank)
 
     def compute(self, call: StepCall) -> None:
         """Compute a step, whose tensors follow as one broadcast."""

@@ -62,11 +62,15 @@ class SharedSteps(ModelSteps):
         self._peers, self._shard = peers, model
 
     def capture(
-        self, max_rows: int, max_tokens: int, new_graph: Callable[[], Graph] | None = None
+        self,
+        max_rows: int,
+        max_tokens: int,
+        new_graph: Callable[[], Graph] | None = None,
+        max_lora_rank: int = 0,
     ) -> None:
         """All ranks record the same graphs in the same order, with the exchanges in them."""
-        capture = partial(super().capture, max_rows, max_tokens, new_graph)
-        self._peers.ask("capture", max_rows, max_tokens, meanwhile=capture)
+        capture = partial(super().capture, max_rows, max_tokens, new_graph, max_lora_rank)
+        self._peers.ask("capture", max_rows, max_tokens, max_lora_rank, meanwhile=capture)
 
     def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
         """The tensors go from device to device: the host does not wait for tokens that only the

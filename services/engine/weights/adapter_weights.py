@@ -32,6 +32,13 @@ _RANKS = 4  # of a part: a multiple, which suits the native kernels
 _WHOLE_RANKS = 16  # of a whole adapter: a multiple, which suits every device
 
 
+def largest_rank(max_lora_rank: int) -> int:
+    """The most ranks that the A of a section has if adapters have up to `max_lora_rank`: q, k and v
+    have a part each."""
+    ranks = 3 * (-(-max_lora_rank // _RANKS) * _RANKS)
+    return -(-ranks // _WHOLE_RANKS) * _WHOLE_RANKS
+
+
 @dataclass(frozen=True, slots=True)
 class JoinedAdapter:
     """The addition to one section."""
