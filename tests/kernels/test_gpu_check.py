@@ -56,6 +56,21 @@ def missing_on_a_bare_machine() -> set[str]:
     } - own
 
 
+def test_candidates_for_tiles_of_experts_are_measured() -> None:
+    """It prints a row of the table, or says that the defaults are best."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "bench.gpu.expert_tiles", "--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    row = r"Row\(gpu='', shape=Shape\(num_experts=4, hidden=64, width=40, form='float16'\).*"
+    pattern = rf"    # tiny\n    (# the defaults are best: 2 rows|{row})"
+    assert re.match(pattern, ran.stdout), ran.stdout
+
+
 @pytest.mark.parametrize(
     "group", [pytest.param(g, marks=[] if g in QUICK else pytest.mark.full) for g in program.GROUPS]
 )

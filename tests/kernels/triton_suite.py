@@ -17,6 +17,7 @@ from kvops.experts import ExpertWeights
 from kvops.grouped import pack
 from kvops.quantized import Kind
 from kvops.triton import attention, linears
+from kvops.triton.expert_tiles import ROWS, Row, Shape, Tiles, tiles_for
 from kvops.triton.experts import experts
 
 from . import flash_stand_in
@@ -198,6 +199,32 @@ def test_experts_compute_their_rows(
     torch.testing.assert_close(
         ops.experts(x, weights), reference.experts(x, weights), rtol=2 * rtol, atol=2 * atol
     )
+
+
+@pytest.mark.parametrize("tiles", [Tiles(16, 32, 64), Tiles(32, 128), Tiles(128, 16, 256)])
+@pytest.mark.parametrize("name", ["an expert of several tiles", "gpt-oss", "several programs"])
+def test_experts_compute_their_rows_in_other_tiles(
+    reference: Backend, name: str, tiles: Tiles
+) -> None:
+    num_rows, weights = EXPERTS[name]
+    x = randn(num_rows, weights.router.shape[1])
+    routing = weights.choose(reference.linear(x, weights.router, weights.router_bias))
+    rtol, atol = TOLERANCE[torch.float32]
+    torch.testing.assert_close(
+        experts(x, weights, *routing, tiles),
+        reference.experts(x, weights),
+        rtol=2 * rtol,
+        atol=2 * atol,
+    )
+
+
+def test_a_row_of_the_table_of_tiles_is_for_its_gpu_and_shape() -> None:
+    mine, wide = Shape(8, 64, 40, "bfloat16"), Tiles(32, 128)
+    rows = [Row("A", mine, Tiles(16), "so"), Row("B", mine, wide, "so")]
+    assert tiles_for("B", mine, rows) == wide
+    others = (("B", dataclasses.replace(mine, width=48)), ("C", mine))
+    assert [tiles_for(gpu, shape, rows) for gpu, shape in others] == [Tiles(), Tiles()]
+    assert len({(row.gpu, row.shape) for row in ROWS}) == len(ROWS)
 
 
 def test_experts_give_a_row_the_same_bits_in_every_batch(ops: Backend) -> None:

@@ -17,6 +17,8 @@ lines, some of them empty. A row's outputs are added in the order of the experts
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,17 +26,19 @@ from torch import Tensor
 
 from kvops.experts import ExpertWeights
 from kvops.grouped import CHUNK, GroupedWeight
+from kvops.triton.expert_tiles import Shape, Tiles, tiles_for
 from kvops.triton.linears import sums
 
-_LINES = 64
-_OUTPUTS = 64
-_INPUT_BYTES = 128  # of a line, at once
 _SUM_WIDTH = 1024
 
 
-def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -> Tensor:
+def experts(
+    x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     """The experts' outputs for x [T, hidden]. `chosen`, `shares`: [T, top_k], from
-    `ExpertWeights.choose`."""
+    `ExpertWeights.choose`. Without `tiles` they are those of the table."""
+    if tiles is None:
+        tiles = tiles_for(gpu_of(x.device), shape_of(weights, x.dtype))
     num_rows, hidden = x.shape
     num_experts, width, top_k = len(weights.router), weights.width, weights.top_k
     num_places = num_rows * top_k
@@ -44,19 +48,19 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
     bounds = torch.arange(num_experts + 1, device=x.device)
     begins = torch.searchsorted(by_expert, bounds)
     # A tile is full, or the last one of an expert.
-    num_tiles = num_places // _LINES + min(num_experts, num_places)
+    num_tiles = num_places // tiles.lines + min(num_experts, num_places)
     tiling = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS": triton.next_power_of_2(num_experts),
-        "LINES": _LINES,
-        "OUTPUTS": _OUTPUTS,
-        "INPUTS": _INPUT_BYTES // x.element_size(),
-        "num_warps": 4,
-        "num_stages": 3,
+        "LINES": tiles.lines,
+        "OUTPUTS": tiles.outputs,
+        "INPUTS": tiles.input_bytes // x.element_size(),
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
     }
     gated = x.new_empty(num_places, width)
     outs = x.new_empty(num_places, hidden, dtype=torch.float32)
-    _gate_up[(num_tiles, triton.cdiv(width, _OUTPUTS))](
+    _gate_up[(num_tiles, triton.cdiv(width, tiles.outputs))](
         x.contiguous(),
         *_tensors(weights.gate_up),
         weights.gate_up_bias,
@@ -72,7 +76,7 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
         **_packing(weights.gate_up),
         **tiling,
     )
-    _down[(num_tiles, triton.cdiv(hidden, _OUTPUTS))](
+    _down[(num_tiles, triton.cdiv(hidden, tiles.outputs))](
         gated,
         *_tensors(weights.down),
         weights.down_bias,
@@ -90,6 +94,20 @@ def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -
         outs, total, hidden, TOP_K=top_k, WIDTH=_SUM_WIDTH
     )
     return total
+
+
+@cache
+def gpu_of(device: torch.device) -> str:
+    """The name of the GPU for the table of tiles; empty in Triton's interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def shape_of(weights: ExpertWeights, dtype: torch.dtype) -> Shape:
+    form = str(dtype).removeprefix("torch.")
+    if isinstance(weights.gate_up, GroupedWeight):
+        form = weights.gate_up.form
+    num_experts, hidden = weights.router.shape
+    return Shape(num_experts, hidden, weights.width, form)
 
 
 def _tensors(weight: Tensor | GroupedWeight) -> tuple[Tensor | None, ...]:
