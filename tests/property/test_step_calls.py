@@ -20,7 +20,7 @@ from tests.examples import examples
 
 numbers = st.integers(0, 2**31 - 1)
 runs = st.builds(AdapterRun, numbers, numbers, numbers)
-shapes = st.builds(GraphShape, *[st.integers(1, 512)] * 3)
+shapes = st.builds(GraphShape, *[st.integers(1, 512)] * 3, st.booleans())
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """The message that calls a step: numbers, because pickles would take most of the time of a call.
 
-    | 15 counts | number, begin, end of each adapter | query_begins | context_lens |   int32 each
+    | 16 counts | number, begin, end of each adapter | query_begins | context_lens |   int32 each
 
 The tensors of the step follow from device to device, as the bytes of one broadcast.
 """
@@ -24,7 +24,7 @@ _DTYPES = {
 """The dtypes of a step's tensors, in the order of the broadcast: int64 comes first, so that each
 tensor is aligned."""
 
-_NUM_FACTS = 7
+_NUM_FACTS = 8
 _NUM_COUNTS = _NUM_FACTS + len(_DTYPES)
 _ABSENT = -1
 
@@ -42,7 +42,7 @@ class StepCall:
         facts, graph = self.facts, self.facts.graph or GraphShape(0, 0, 0)
         numbers = [
             *(len(facts.context_lens), facts.num_tokens, facts.wants_all, len(facts.adapters)),
-            *(graph.num_tokens, graph.num_rows, graph.query_len),
+            *(graph.num_tokens, graph.num_rows, graph.query_len, graph.has_adapters),
             *(self.sizes.get(name, _ABSENT) for name in _DTYPES),
             *(n for run in facts.adapters for n in (run.adapter, run.begin, run.end)),
         ]
@@ -56,14 +56,14 @@ class StepCall:
         counts = values[:_NUM_COUNTS].tolist()
         if len(counts) < _NUM_COUNTS or min(counts) < _ABSENT or min(counts[:_NUM_FACTS]) < 0:
             raise ValueError(f"{len(octets)} bytes with the counts {counts} are no step")
-        num_rows, num_tokens, wants_all, num_runs, *graph = counts[:_NUM_FACTS]
+        num_rows, num_tokens, wants_all, num_runs, *graph, has_adapters = counts[:_NUM_FACTS]
         ends = np.cumsum([_NUM_COUNTS, 3 * num_runs, num_rows + 1, num_rows])
-        if len(values) != ends[-1] or wants_all > 1:
+        if len(values) != ends[-1] or max(wants_all, has_adapters) > 1:
             raise ValueError(f"{len(values)} numbers are no step of {ends[-1]} numbers")
         _, runs, query_begins, context_lens, _ = np.split(values, ends)
         facts = StepFacts(
             *(query_begins, context_lens, num_tokens),
-            graph=GraphShape(*graph) if any(graph) else None,
+            graph=GraphShape(*graph, bool(has_adapters)) if any(graph) else None,
             wants_all=bool(wants_all),
             adapters=tuple(AdapterRun(*run) for run in runs.reshape(-1, 3).tolist()),
         )
