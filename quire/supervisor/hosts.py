@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from quire.supervisor.errors import ServeError
-from quire.supervisor.models import ROLES, ModelOptions
+from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 
 SECRETS = ("QUIRE_GATEWAY_SECRET", "QUIRE_GATEWAY_SECRET_FILE")
@@ -14,7 +14,7 @@ SECRETS = ("QUIRE_GATEWAY_SECRET", "QUIRE_GATEWAY_SECRET_FILE")
 def check_hosts(options: ServeOptions, models: Sequence[ModelOptions]) -> None:
     """Raise ServeError if the other hosts cannot do their part."""
     for model in models:
-        missing = [role for role in ROLES if not model.number(role)]
+        missing = model.roles_elsewhere
         if len(missing) == 2:
             raise ServeError(f"{model.name} has neither prefill nor decode workers")
         for role in missing:

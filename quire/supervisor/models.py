@@ -40,6 +40,12 @@ class ModelOptions:
     def num_prefill(self) -> int:
         return (0 if self.mix else 1) if self.asked_prefill is None else self.asked_prefill
 
+    @property
+    def roles_elsewhere(self) -> list[str]:
+        """The roles for which other hosts have the workers."""
+        missing = [role for role in ROLES if not self.number(role)]
+        return [] if missing == ["prefill"] and self.mix else missing
+
     def number(self, role: str) -> int:
         return self.num_prefill if role == "prefill" else self.num_decode
 

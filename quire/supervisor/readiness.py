@@ -88,9 +88,8 @@ def _lacking(own: Sequence[Worker], model: ModelOptions) -> Iterator[str]:
 
 
 def _elsewhere(serving: Sequence[Worker], model: ModelOptions) -> Iterator[str]:
-    for role in ROLES:
-        is_done_here = role == "prefill" and model.mix
-        if not model.number(role) and not is_done_here and not _count(serving, model, role):
+    for role in model.roles_elsewhere:
+        if not _count(serving, model, role):
             yield f"{role} workers of {model.name} on another host"
 
 

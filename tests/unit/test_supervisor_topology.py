@@ -8,7 +8,7 @@ import pytest
 from quire.options.worker import WorkerOptions
 from quire.supervisor import topology, valkey
 from quire.supervisor.child import ChildSpec
-from quire.supervisor.models import ModelOptions
+from quire.supervisor.models import ROLES, ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import specs_to_check
 from services.runtime.config import ServiceSettings
@@ -50,6 +50,11 @@ def test_workers_that_mix_need_no_prefill_workers() -> None:
     decode = services(options(mix=True, num_decode=2))[1].environment
     assert decode["QUIRE_DECODE_MIX"] == "true"
     assert decode["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
+    mixed, plain = ({"MIX": "true"}, 0), ({}, 0)
+    for (settings, num_prefill), elsewhere in ((mixed, []), (plain, ["prefill"])):
+        model = ModelOptions("m", Path("/m"), num_prefill, settings=settings)
+        assert model.roles_elsewhere == elsewhere
+    assert ModelOptions("m", Path("/m"), 0, 0, settings=mixed[0]).roles_elsewhere == [*ROLES]
 
 
 def test_the_first_gateway_reads_the_metrics_of_all_services() -> None:
