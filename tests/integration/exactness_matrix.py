@@ -106,7 +106,7 @@ CONDITIONS = {
 }
 for name in (
     *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("all of it", "late device, all of it", "mixed, all of it"),
+    *("all of it", "late device, all of it", "mixed, preempted"),
 ):
     condition = CONDITIONS[name]
     CONDITIONS[f"speculation, {name}"] = replace(

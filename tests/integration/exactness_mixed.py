@@ -9,10 +9,13 @@ from .exactness_deployment import DeployedWorker
 from .exactness_disturbances import DisturbedDeployment
 from .models_oracle import random_prompt
 
+MOST_DRAFTS = 2
+"""Of a row that decodes."""
+
 
 def mixes(worker: DeployedWorker) -> bool:
     """Whether the worker has computed a chunk of the compared request's prompt, and decoded it."""
-    return {True, False} <= {row.num_tokens > 1 for row in worker.forward.seen}
+    return {True, False} <= {row.num_tokens > 1 + MOST_DRAFTS for row in worker.forward.seen}
 
 
 async def among_others(deployment: DisturbedDeployment, request: Request) -> Answer:
