@@ -4,7 +4,7 @@ faster:
 
     python -m bench.gpu.expert_tiles [--dry-run]
 
-It takes some minutes a shape, most of which are for compiling. `--dry-run` measures two candidates
+It takes some minutes a shape, most of them for compiling. `--dry-run` measures two candidates
 on tiny layers in Triton's interpreter, which tells nothing about a GPU.
 """
 

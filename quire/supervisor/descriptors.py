@@ -12,7 +12,7 @@ class Listeners:
     while one gateway takes the place of another."""
 
     def __init__(self, descriptors: Iterable[tuple[str, int, int]] = ()) -> None:
-        """`descriptors` are those of the supervisor before this one."""
+        """`descriptors` come from the supervisor before this one."""
         self._sockets = {(host, port): socket.socket(fileno=fd) for host, port, fd in descriptors}
 
     @property
@@ -39,7 +39,7 @@ class ParentPipe:
     """
 
     def __init__(self, descriptors: tuple[int, int] | None = None) -> None:
-        """`descriptors` are those of the supervisor before this one, if there was one."""
+        """`descriptors` come from the supervisor before this one, if there was one."""
         self.descriptors = descriptors or os.pipe()
         self.reading_end = self.descriptors[0]
 

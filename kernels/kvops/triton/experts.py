@@ -36,7 +36,7 @@ def experts(
     x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
     """The experts' outputs for x [T, hidden]. `chosen`, `shares`: [T, top_k], from
-    `ExpertWeights.choose`. Without `tiles` they are those of the table."""
+    `ExpertWeights.choose`. Without `tiles`, the table chooses them."""
     if tiles is None:
         tiles = tiles_for(gpu_of(x.device), shape_of(weights, x.dtype))
     num_rows, hidden = x.shape
