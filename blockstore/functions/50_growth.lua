@@ -2,8 +2,8 @@
 --
 -- allocate  holder worker order num_blocks "length ..." hash ...
 --           -> [epoch, number of blocks that were cached, "run ...", block ...]
---           The first length is of the prefix that all sequences share, the others are of each
---           sequence's branch behind it. A run is the number of hashes of a branch that were cached.
+--           The first length is of the prefix that all sequences share, the others are of the
+--           sequences' branches behind it. A run is how many hashes of a branch were cached.
 --           UNKNOWN_WORKER, FENCED. STALE_HOLDER: released, or at another epoch or worker.
 --           WAIT: a waiter has a lower order. OUT_OF_BLOCKS needed available. After WAIT and
 --           OUT_OF_BLOCKS the holder is a waiter

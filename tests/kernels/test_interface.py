@@ -145,7 +145,7 @@ def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPa
         "torch": torch.__version__,
         "triton": version("triton"),
         "cuda": "13.0",
-        "kernels": "2",
+        "kernels": "3",
     }
 
 
