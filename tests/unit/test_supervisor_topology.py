@@ -50,11 +50,10 @@ def test_workers_that_mix_need_no_prefill_workers() -> None:
     decode = services(options(mix=True, num_decode=2))[1].environment
     assert decode["QUIRE_DECODE_MIX"] == "true"
     assert decode["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
-    mixed, plain = ({"MIX": "true"}, 0), ({}, 0)
-    for (settings, num_prefill), elsewhere in ((mixed, []), (plain, ["prefill"])):
-        model = ModelOptions("m", Path("/m"), num_prefill, settings=settings)
-        assert model.roles_elsewhere == elsewhere
-    assert ModelOptions("m", Path("/m"), 0, 0, settings=mixed[0]).roles_elsewhere == [*ROLES]
+    mixed = {"MIX": "true"}
+    assert ModelOptions("m", Path("/m"), 0, settings=mixed).roles_elsewhere == []
+    assert ModelOptions("m", Path("/m"), 0).roles_elsewhere == ["prefill"]
+    assert ModelOptions("m", Path("/m"), 0, 0, settings=mixed).roles_elsewhere == [*ROLES]
 
 
 def test_the_first_gateway_reads_the_metrics_of_all_services() -> None:

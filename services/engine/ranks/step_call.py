@@ -56,14 +56,16 @@ class StepCall:
         counts = values[:_NUM_COUNTS].tolist()
         if len(counts) < _NUM_COUNTS or min(counts) < _ABSENT or min(counts[:_NUM_FACTS]) < 0:
             raise ValueError(f"{len(octets)} bytes with the counts {counts} are no step")
-        num_rows, num_tokens, wants_all, num_runs, *graph, has_adapters = counts[:_NUM_FACTS]
+        num_rows, num_tokens, wants_all, num_runs, *graph = counts[:_NUM_FACTS]
+        padded_tokens, padded_rows, query_len, has_adapters = graph
+        shape = GraphShape(padded_tokens, padded_rows, query_len, bool(has_adapters))
         ends = np.cumsum([_NUM_COUNTS, 3 * num_runs, num_rows + 1, num_rows])
         if len(values) != ends[-1] or max(wants_all, has_adapters) > 1:
             raise ValueError(f"{len(values)} numbers are no step of {ends[-1]} numbers")
         _, runs, query_begins, context_lens, _ = np.split(values, ends)
         facts = StepFacts(
             *(query_begins, context_lens, num_tokens),
-            graph=GraphShape(*graph, bool(has_adapters)) if any(graph) else None,
+            graph=shape if any(graph) else None,
             wants_all=bool(wants_all),
             adapters=tuple(AdapterRun(*run) for run in runs.reshape(-1, 3).tolist()),
         )
