@@ -50,8 +50,8 @@ def down(run: RunName = None, run_root: RunRoot = RUNS) -> None:
 
 def resolved(options: ServeOptions) -> ServeOptions:
     """The options with ports in place of 0."""
-    return replace(
-        options,
-        grpc_port=options.grpc_port or free_port(options.host),
-        http_port=options.http_port or free_port(options.host),
-    )
+    grpc_port = options.grpc_port or free_port(options.host)
+    http_port = options.http_port or free_port(options.host)
+    if grpc_port == http_port and not (options.grpc_port and options.http_port):
+        return resolved(options)  # the free port was the other one's
+    return replace(options, grpc_port=grpc_port, http_port=http_port)
