@@ -134,7 +134,7 @@ def names_of_workers(client: Client) -> list[str]:
 
 
 async def test_every_service_is_replaced_and_no_request_notices(deployment: Deployment) -> None:
-    """What is retained stays so, and the next supervisor scales the run."""
+    """A retained prefix stays retained, and the next supervisor scales the run."""
     before = {service: deployment.running(service) for service in SERVICES}
     expected: dict[str, Any] = {"HTTP": await on_a_new_connection(deployment.http)}
     assert len(expected["HTTP"]) == NUM_TOKENS

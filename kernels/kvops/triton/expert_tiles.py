@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the time of a layer depends on, beside the number of rows. That does not choose tiles: a
-    row has the same bits in every batch."""
+    """The shape of a layer. The number of rows is no part of it and chooses no tiles, so that a row
+    has the same bits in every batch."""
 
     num_experts: int
     hidden: int

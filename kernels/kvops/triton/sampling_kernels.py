@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
 
 class Winners(NamedTuple):
-    """What the parts of `race` leave: the chunk that finishes first, and when."""
+    """The chunk of each part of a row that finishes first, and its time."""
 
     times: Tensor
     chunks: Tensor

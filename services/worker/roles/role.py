@@ -1,5 +1,5 @@
-"""What a worker does with requests, and the common part of prefill and decode: the life of a job
-from its adapter to its end."""
+"""The interface of a role, and the common part of prefill and decode: the life of a job from its
+adapter to its end."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence

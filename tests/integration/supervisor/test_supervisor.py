@@ -4,112 +4,17 @@ them."""
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
-from quire.supervisor.run_directory import free_port
-from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeRequest, UpgradeResponse
-from quire.v1.supervisor_pb2_grpc import SupervisorStub
 from tests.waiting import wait_until
 
-TOYS = Path(__file__).parent / "toys"
-LIMIT_S = 20.0
-
-
-class Run:
-    """A `quire serve` with toy services, and its own root for run directories."""
-
-    def __init__(
-        self,
-        root: Path,
-        *,
-        grpc_port: int | None = None,
-        flags: Sequence[str] = (),
-        model: Path = TOYS,
-        **toys: str,
-    ) -> None:
-        self.root = root
-        self.grpc_port = grpc_port or free_port("127.0.0.1")
-        self.output = root.parent / f"output-{self.grpc_port}-{time.monotonic_ns()}"
-        environment = {**os.environ, "PYTHONPATH": str(TOYS), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {f"TOY_{role.upper()}": behaviour for role, behaviour in toys.items()}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "quire.cli", "serve", "--model", str(model)),
-                    *("--run-root", str(root), "--grpc-port", str(self.grpc_port)),
-                    *("--http-port", "0", *flags),
-                ],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def directory(self) -> Path:
-        (path,) = self.root.glob(f"{self.grpc_port}-*")
-        return path
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def pids(self, role: str) -> list[int]:
-        """Pids of running members of a role; `redis` is found by its socket."""
-        if role == "redis":
-            return [pid for pid in _pids() if str(self.directory / "redis.sock") in _command(pid)]
-        entered = self.directory.glob(f"members/{role}-*")
-        pids = [int(path.name.rsplit("-", 1)[1]) for path in entered]
-        return [pid for pid in pids if _is_alive(pid)]
-
-    def everyone(self) -> list[int]:
-        roles = ("redis", "block_manager", "prefill", "decode", "gateway")
-        return [pid for role in roles for pid in self.pids(role)]
-
-    def wait_until_serving(self) -> None:
-        wait_until(lambda: "Quire is serving" in self.text(), explain=self.text)
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=LIMIT_S)
-
-
-@pytest.fixture
-def start(short_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(**options: object) -> Run:
-        runs.append(Run(short_path / "runs", **options))  # type: ignore[arg-type]
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.process.kill()
-        run.process.wait()
-
-
-def _pids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    return _command(pid) != ""
+from .toy_run import LIMIT_S, Run, is_alive, scale
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -129,7 +34,7 @@ def test_a_run_leaves_nothing_behind(start: Callable[..., Run], number: signal.S
         assert directory.stat().st_mode & 0o777 == 0o700
     assert (run.directory / "redis.sock").stat().st_mode & 0o077 == 0
     assert run.end(number) == 0
-    assert not any(map(_is_alive, everyone))
+    assert not any(map(is_alive, everyone))
     assert not run.root.exists()
 
 
@@ -157,7 +62,7 @@ def test_a_killed_supervisor_leaves_no_orphans(start: Callable[..., Run]) -> Non
     run.wait_until_serving()
     everyone, directory = run.everyone(), run.directory
     run.end(signal.SIGKILL)
-    wait_until(lambda: not any(map(_is_alive, everyone)))
+    wait_until(lambda: not any(map(is_alive, everyone)))
     assert directory.exists()
     following = start(grpc_port=run.grpc_port)
     following.wait_until_serving()
@@ -236,12 +141,7 @@ def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None
     wait_until(lambda: "once more ends all at once" in run.text(), explain=run.text)
     assert run.end(signal.SIGINT) == 0
     assert "did not end" not in run.text()
-    assert not any(map(_is_alive, everyone))
-
-
-def scale(run: Run, **numbers: Any) -> ScaleResponse:
-    with grpc.insecure_channel(f"unix:{run.directory}/supervisor.sock") as channel:
-        return SupervisorStub(channel).Scale(ScaleRequest(**numbers), timeout=LIMIT_S)
+    assert not any(map(is_alive, everyone))
 
 
 def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -> None:
@@ -261,131 +161,7 @@ def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -
     wait_until(lambda: len(run.pids("decode")) == len(run.pids("prefill")) == 2, explain=run.text)
     everyone = run.everyone()
     assert run.end() == 0
-    assert not any(map(_is_alive, everyone))
-
-
-def upgrade(run: Run, *, begin: bool = False) -> UpgradeResponse | None:
-    """None if the supervisor does not answer, as while it becomes the installed version."""
-    with (
-        suppress(grpc.RpcError),
-        grpc.insecure_channel(f"unix:{run.directory}/supervisor.sock") as channel,
-    ):
-        return SupervisorStub(channel).Upgrade(UpgradeRequest(begin=begin), timeout=LIMIT_S)
-    return None
-
-
-def upgraded(run: Run) -> UpgradeResponse:
-    """Upgrade the run, and wait for the upgrade's end."""
-    begun = upgrade(run, begin=True)
-    assert begun is not None
-    assert begun.is_running
-
-    def has_ended() -> UpgradeResponse | None:
-        found = upgrade(run)
-        return None if found is None or found.is_running else found
-
-    ended = wait_until(has_ended, explain=run.text)
-    assert ended is not None
-    return ended
-
-
-def with_another_supervisor(start: Callable[..., Run]) -> Run:
-    """A run in which the installed supervisor has taken the place of the first one, and has
-    replaced neither the workers nor the store."""
-    run = start()
-    run.wait_until_serving()
-    hindrance = run.directory / "decode-cannot-start"
-    hindrance.touch()
-    assert upgraded(run).failure.startswith("decode-2 does not start")
-    assert b"--handover=" in Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
-    hindrance.unlink()
-    wait_until(lambda: len(run.pids("prefill")) == 1, explain=run.text)
-    return run
-
-
-def test_an_upgrade_ends_where_a_new_process_does_not_start(start: Callable[..., Run]) -> None:
-    """What is not replaced goes on, and what has started for nothing ends."""
-    run = start()
-    run.wait_until_serving()
-    kept = run.pids("prefill"), run.pids("decode"), run.pids("redis")
-    (gateway,) = run.pids("gateway")
-    (run.directory / "decode-cannot-start").touch()
-    ended = upgraded(run)
-    assert ended.failure == "decode-2 does not start: error: there is no memory"
-    first, *others = ended.steps
-    assert first.startswith("the supervisor is version ")
-    assert [step.partition(" ")[0] for step in others] == ["gateway", "block-manager"]
-    wait_until(
-        lambda: (run.pids("prefill"), run.pids("decode"), run.pids("redis")) == kept,
-        explain=run.text,
-    )
-    assert run.pids("gateway") != [gateway]
-    assert run.end() == 0
-
-
-def test_the_next_supervisor_keeps_the_services_of_the_one_before(
-    start: Callable[..., Run],
-) -> None:
-    """It sees their ends and their output, scales them, and ends them."""
-    run = with_another_supervisor(start)
-    for role in ("redis", "decode"):
-        (victim,) = run.pids(role)
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda r=role, pid=victim: run.pids(r) not in ([], [pid]), explain=run.text)  # type: ignore[misc]
-    assert "redis ended (killed by signal 9); it starts again" in run.text()
-    assert "decode-1 ended (killed by signal 9); it starts again" in run.text()
-    assert list(scale(run, num_decode=2).starting) == ["decode-3"]  # names are not used twice
-    wait_until(lambda: len(run.pids("decode")) == 2, explain=run.text)
-    everyone = run.everyone()
-    command = (sys.executable, "-m", "quire.cli", "down", "--run-root", str(run.root))
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    assert run.process.wait(timeout=LIMIT_S) == 0
-    assert not any(map(_is_alive, everyone))
-    assert not run.root.exists()
-
-
-def test_the_next_supervisor_leaves_no_orphans_when_it_is_killed(
-    start: Callable[..., Run],
-) -> None:
-    run = with_another_supervisor(start)
-    everyone = run.everyone()
-    assert len(everyone) == 5
-    run.end(signal.SIGKILL)
-    wait_until(lambda: not any(map(_is_alive, everyone)))
-
-
-def test_a_signal_waits_while_one_supervisor_takes_the_place_of_another(
-    start: Callable[..., Run],
-) -> None:
-    """The next one ends the run in order."""
-    run = start()
-    run.wait_until_serving()
-    everyone = run.everyone()
-    upgrade(run, begin=True)
-    wait_until(lambda: "becomes the installed version" in run.text(), explain=run.text)
-    assert run.end() == 0
-    assert "ending: running requests may go on" in run.text()
-    assert not any(map(_is_alive, everyone))
-    assert not run.root.exists()
-
-
-def test_nothing_is_replaced_by_a_version_whose_supervisor_does_not_start(
-    start: Callable[..., Run], short_path: Path
-) -> None:
-    model = short_path / "toys"
-    model.symlink_to(TOYS)
-    run = start(model=model)
-    run.wait_until_serving()
-    everyone = run.everyone()
-    model.unlink()
-    ended = upgraded(run)
-    assert ended.failure == (
-        "nothing is replaced, because the supervisor stays: the installed version does not start: "
-        f"there is no directory {model}"
-    )
-    assert not ended.steps
-    assert run.everyone() == everyone
-    assert run.end() == 0
+    assert not any(map(is_alive, everyone))
 
 
 def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[..., Run]) -> None:
