@@ -100,7 +100,7 @@ class FakeConnection:
         try:
             for event in self._stream_type.events(message):
                 deliver(event, self.worker, self.sink)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, InvalidRequest):
             self._reconnect()
         self.sink.on_change()
 

@@ -27,7 +27,7 @@ from services.protocol.messages import (
 )
 from services.protocol.version import LIBRARIES, spoken_with
 from services.protocol.worker_stream import Stream, StreamEnded, read, stream_type
-from services.runtime.errors import Unauthenticated, VersionMismatch
+from services.runtime.errors import InvalidRequest, Unauthenticated, VersionMismatch
 from services.runtime.logging import get_logger
 from services.runtime.rpc.message_batching import Outbox, pack_batch
 from services.runtime.rpc.proof import Proof
@@ -122,7 +122,7 @@ class WorkerConnection:
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
-            except (StreamEnded, Unauthenticated) as error:
+            except (StreamEnded, Unauthenticated, InvalidRequest) as error:
                 reason = str(error)
             except TimeoutError:
                 reason = "no answer to the handshake"
