@@ -6,9 +6,10 @@
 // that are stored and loaded again between two parts of K stay the same.
 //
 // Up to 32 rows read each panel once, from front to back, and wait for memory. Of more rows, a
-// block is as many as fill half of L2, and takes all of K at once if that leaves it at least 128
-// rows, so that its sums do not leave the tiles. Outputs that are too many for L2 are written line
-// by line past the caches, since a write to a line that is not there would first read it.
+// product takes one operand from L1, a panel's part of K, and the other from L2, a block's rows:
+// both from L2 would take longer than the product. Sums wait in L2 for the next part. Outputs that
+// are too many for L2 are written line by line past the caches, since a write to a line that is not
+// there would first read it.
 #pragma once
 
 #include "isa/tiles.h"
@@ -21,29 +22,27 @@ namespace quire::QUIRE_ISA {
 inline constexpr int64_t kTiledFarBytes = 6 * 1024;            // how far ahead few rows fetch
 inline constexpr int64_t kPanelStep = 4 * kPanel;              // bytes of a panel's step
 inline constexpr int64_t kTileStep = kTileSteps * kPanelStep;  // bytes of a panel in a product
-inline constexpr int64_t kMostSums = 2048;  // rows times panels of a block, 128 bytes each
 inline constexpr int64_t kPair = 2;         // panels whose gated outputs in bf16 fill a line
 
 // How a call is divided.
 struct TiledBlocks {
-  static constexpr int64_t kRowBytes = 1 << 20, kMostRows = 512, kUnit = 256;
+  static constexpr int64_t kMostRows = 512, kMostPanels = 4, kUnit = 256;
 
   int64_t rows, panels;  // of a block
   int64_t depth;         // bytes of K of a row in a part of K: whole groups of quantized weights
 
-  // Few rows: quantized weights are unpacked into L1. More: once for as many rows as possible.
-  static constexpr int64_t most_depth(WeightKind kind, bool is_few) {
-    if (is_quantized(kind)) return is_few ? 1024 : 2048;
-    return is_few ? INT64_MAX / 2 : 8192;
+  // Few rows: quantized weights are unpacked into L1. More: a panel's part stays in L1, beside the
+  // rows that pass.
+  static constexpr int64_t most_depth(WeightKind kind, int64_t num_rows) {
+    if (num_rows <= kTileRows) return is_quantized(kind) ? 1024 : INT64_MAX / 2;
+    return num_rows <= 2 * kTileRows ? 1024 : 512;
   }
 
   TiledBlocks(WeightKind kind, int64_t num_bytes, int64_t num_rows) {
-    const bool is_few = num_rows <= kTileRows;
-    const int64_t most = most_depth(kind, is_few), num_parts = 1 + (num_bytes - 1) / most;
+    const int64_t num_parts = 1 + (num_bytes - 1) / most_depth(kind, num_rows);
     depth = (num_bytes + num_parts * kUnit - 1) / (num_parts * kUnit) * kUnit;
-    const int64_t fitting = kRowBytes / depth / kTileRows * kTileRows;
-    rows = is_few ? kTileRows : fitting < kMostRows ? fitting : kMostRows;
-    panels = is_few ? 1 : kMostSums / rows / kPair * kPair;
+    rows = num_rows <= kTileRows ? kTileRows : kMostRows;
+    panels = num_rows <= kTileRows ? 1 : num_rows <= kMostRows / 2 ? kPair : kMostPanels;
   }
 };
 
@@ -102,23 +101,20 @@ class TiledLinear {
     const bool is_few = blocks_.panels == 1;
     for (int64_t begin = 0; begin < num_bytes_; begin += blocks_.depth) {
       const Part part = {begin, least(begin + blocks_.depth, num_bytes_)};
-      for (int64_t first = panel; first < end; first += kPair) {
-        const int64_t num_panels = least(kPair, end - first);
-        Ahead ahead[kPair] = {};
-        for (int64_t i = 0; i < num_panels; ++i)
-          if constexpr (is_quantized(kind))
-            unpack<kind>(*call_.weights, first + i, begin / 2, (part.end + 1) / 2, unpacked_[i]);
-          else
-            ahead[i] = is_few ? Ahead{weights(first, 0) + kTiledFarBytes, kTileStep, false}
-                              : next_part(part, first + i, panel, end, row_end - row);
+      for (int64_t i = panel; i < end; ++i) {
+        if constexpr (is_quantized(kind))
+          unpack<kind>(*call_.weights, i, begin / 2, (part.end + 1) / 2, unpacked_);
+        Ahead ahead = {};
+        if constexpr (!is_quantized(kind))
+          ahead = is_few ? Ahead{weights(i, 0) + kTiledFarBytes, kTileStep, false}
+                         : next_part(part, i, panel, end, row_end - row);
+        const int64_t in_pair = (i - panel) % kPair;
         for (int64_t at = row; at < row_end; at += kTileRows) {
           const int num_rows = static_cast<int>(least(kTileRows, row_end - at));
-          const bool is_all = num_bytes_ <= blocks_.depth;  // of K: no sums are kept
-          f32x16(*sums)[2] =
-              sums_ + (is_all ? 0 : (first - panel) * blocks_.rows + kPair * (at - row));
-          for (int64_t i = 0; i < num_panels; ++i)
-            add_part(part, first + i, i, at, num_rows, is_few, ahead[i], sums + i * kTileRows);
-          if (part.end == num_bytes_) finish_pair(first, num_panels, at, num_rows, sums);
+          f32x16(*sums)[2] = sums_ + (i - panel) * blocks_.rows + (at - row);
+          add_part(part, i, at, num_rows, is_few, ahead, sums);
+          if (part.end == num_bytes_ && (in_pair + 1 == kPair || i + 1 == end))
+            finish_pair(i - in_pair, in_pair + 1, at, num_rows, sums - in_pair * blocks_.rows);
         }
       }
     }
@@ -128,27 +124,25 @@ class TiledLinear {
     return panels_ + panel * (num_bytes_ * kPanel) + k * kPanel;
   }
 
-  // The steps of a panel in bf16 from byte `k` of a row on. `which`: of its pair.
-  const char* steps(int64_t panel, int64_t which, Part part, int64_t k) const {
-    if constexpr (is_quantized(kind)) return unpacked_[which] + (k - part.begin) * kPanel;
+  // The steps of a panel in bf16 from byte `k` of a row on.
+  const char* steps(int64_t panel, Part part, int64_t k) const {
+    if constexpr (is_quantized(kind)) return unpacked_ + (k - part.begin) * kPanel;
     return weights(panel, k);
   }
 
-  // The bytes that are read after the part of this panel: the same part of the next pair, the next
-  // part of the first pair, or the first panel of the next block.
+  // The bytes that are read after the part of this panel: the same part of the next panel, the next
+  // part of the first panel, or the first panel of the next block.
   Ahead next_part(Part part, int64_t panel, int64_t first, int64_t end, int64_t num_rows) const {
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-    const int64_t num_lines = (kTileStep / 64 + num_tiles - 1) / num_tiles;  // of each product
-    const int64_t next = panel + kPair;
-    if (next < end) return {weights(next, part.begin), 64 * num_lines, true};
-    if (part.end < num_bytes_)
-      return {weights(first + (panel - first) % kPair, part.end), 64 * num_lines, true};
-    return {weights(next, 0), next < panel_end_ ? 64 * num_lines : 0, true};
+    const int64_t step = (kTileStep / 64 + num_tiles - 1) / num_tiles * 64;  // of each product
+    if (panel + 1 < end) return {weights(panel + 1, part.begin), step, true};
+    if (part.end < num_bytes_) return {weights(first, part.end), step, true};
+    return {weights(end, 0), end < panel_end_ ? step : 0, true};
   }
 
   // Adds a part of K to the sums of up to 32 rows of a panel.
-  void add_part(Part part, int64_t panel, int64_t which, int64_t row, int num_rows, bool is_few,
-                Ahead& ahead, f32x16 (*sums)[2]) {
+  void add_part(Part part, int64_t panel, int64_t row, int num_rows, bool is_few, Ahead& ahead,
+                f32x16 (*sums)[2]) {
     const bool is_last = part.end == num_bytes_;
     const char* x = x_ + row * x_stride_;
     tiles_.shape(num_rows);
@@ -160,9 +154,9 @@ class TiledLinear {
     int64_t k = part.begin;
     for (; k + kTileBytes <= part.end; k += kTileBytes) {
       ahead.fetch();
-      tiles_.multiply(x + k, x_stride_, steps(panel, which, part, k), kPanelStep);
+      tiles_.multiply(x + k, x_stride_, steps(panel, part, k), kPanelStep);
     }
-    if (k < part.end) multiply_rest(x + k, steps(panel, which, part, k), num_rows, part.end - k);
+    if (k < part.end) multiply_rest(x + k, steps(panel, part, k), num_rows, part.end - k);
     if (is_last || !is_few) tiles_.store(sums, kSumsStride);
   }
 
@@ -194,7 +188,7 @@ class TiledLinear {
       call.out = staged_ - row * kMostBytes - panel * width;
     }
     for (int64_t i = 0; i < num_panels; ++i)
-      finish<kind>(call, row, num_rows, panel + i, sums + i * kTileRows);
+      finish<kind>(call, row, num_rows, panel + i, sums + i * blocks_.rows);
     if (!streams_ || !is_whole) return;
     char* to = static_cast<char*>(call_.out) + from;
     for (int i = 0; i < num_rows; ++i, to += call_.out_stride * size)
@@ -212,12 +206,11 @@ class TiledLinear {
   const TiledBlocks blocks_;
   const bool streams_;
   Tiles tiles_;
-  f32x16 sums_[kMostSums][2];                        // 256 KiB of the caller's stack
+  f32x16 sums_[TiledBlocks::kMostRows * TiledBlocks::kMostPanels][2];  // 256 KiB of the caller's stack
   alignas(64) char staged_[kTileRows * kMostBytes];  // outputs of a pair, on their way to memory
-  // A pair's part of K, of quantized weights only.
+  // A panel's part of K, of quantized weights only.
   alignas(
-      64) char unpacked_[kPair]
-                        [is_quantized(kind) ? TiledBlocks::most_depth(kind, false) * kPanel : 64];
+      64) char unpacked_[is_quantized(kind) ? TiledBlocks::most_depth(kind, 1) * kPanel : 64];
 };
 
 template <WeightKind kind>
