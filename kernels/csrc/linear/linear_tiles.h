@@ -22,7 +22,7 @@ namespace quire::QUIRE_ISA {
 inline constexpr int64_t kTiledFarBytes = 6 * 1024;            // how far ahead few rows fetch
 inline constexpr int64_t kPanelStep = 4 * kPanel;              // bytes of a panel's step
 inline constexpr int64_t kTileStep = kTileSteps * kPanelStep;  // bytes of a panel in a product
-inline constexpr int64_t kPair = 2;         // panels whose gated outputs in bf16 fill a line
+inline constexpr int64_t kPair = 2;  // panels whose gated outputs in bf16 fill a line
 
 // How a call is divided.
 struct TiledBlocks {
@@ -206,11 +206,11 @@ class TiledLinear {
   const TiledBlocks blocks_;
   const bool streams_;
   Tiles tiles_;
-  f32x16 sums_[TiledBlocks::kMostRows * TiledBlocks::kMostPanels][2];  // 256 KiB of the caller's stack
+  f32x16 sums_[TiledBlocks::kMostRows * TiledBlocks::kMostPanels]
+              [2];                                   // 256 KiB of the caller's stack
   alignas(64) char staged_[kTileRows * kMostBytes];  // outputs of a pair, on their way to memory
   // A panel's part of K, of quantized weights only.
-  alignas(
-      64) char unpacked_[is_quantized(kind) ? TiledBlocks::most_depth(kind, 1) * kPanel : 64];
+  alignas(64) char unpacked_[is_quantized(kind) ? TiledBlocks::most_depth(kind, 1) * kPanel : 64];
 };
 
 template <WeightKind kind>
