@@ -1,10 +1,17 @@
 """Times the kernels of a model one by one: seconds, bytes and operations a second."""
 
 import argparse
+import ctypes
 import itertools
+import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +24,8 @@ from services.model.config.model_config import ModelConfig
 _BLOCK_SIZE = 16
 _MIN_S = 0.3
 _MOST_DECODING = 64
-_READ_BYTES, _COLUMNS, _DEPTH = 256 << 20, 512, 512
+_READ_BYTES, _COLUMNS, _DEPTH, _TILE_PRODUCTS = 256 << 20, 512, 512, 50_000
+_TILE_FLAGS = ("-O3", "-shared", "-fPIC", "-mavx512f", "-mamx-tile", "-mamx-bf16")
 _KINDS: dict[str | None, Kind] = {
     None: "bfloat16",
     "int8": "int8",
@@ -36,7 +44,8 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
     kind: Kind = _KINDS[args.quantize]
     for name, num_outputs, num_inputs in _linears(config):
         for rows in args.rows:
-            times = _time_linear(cpu, kind, num_outputs, num_inputs, rows, args.floor)
+            floors = _floors(cpu, num_threads) if args.floor else []
+            times = _time_linear(cpu, kind, num_outputs, num_inputs, rows, floors)
             num_bytes = packed_bytes(kind, num_outputs, num_inputs)
             yield _line(name, rows, times, num_bytes, 2 * num_outputs * num_inputs * rows)
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
@@ -71,9 +80,9 @@ def weight_bytes(config: ModelConfig, quantize: str | None) -> int:
 
 
 def _time_linear(
-    cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int, with_floor: bool
+    cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int, floors: "Sequence[Floor]"
 ) -> list[float]:
-    """Seconds of one, and of its floors; as many weights take turns as no cache holds."""
+    """Seconds of one, and the rates of its floors; as many weights take turns as no cache holds."""
     num_bytes = packed_bytes(kind, n, k)
     pieces = torch.cat(list(cpu.packed_pieces(kind, n, [torch.randn(n, k).bfloat16()])))
     packed = []
@@ -83,16 +92,43 @@ def _time_linear(
         packed.append(PackedLinear(kind, n, k, memory))
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
-    floors = _floors(cpu) if with_floor else []
     return _seconds([partial(cpu.ops.linear, x, w, out) for w in packed], floors)
 
 
-def _floors(cpu: NativeCpu) -> list[Callable[[], object]]:
-    """A plain read of memory that no cache holds, and a linear in bf16 that L2 holds."""
-    memory, weight = torch.zeros(_READ_BYTES, dtype=torch.int8), torch.randn(_COLUMNS, _DEPTH)
-    x, packed = torch.randn(512, _DEPTH).bfloat16(), cpu.pack("bfloat16", weight.bfloat16())
-    out, words = torch.empty(512, _COLUMNS), memory.view(torch.int64)
-    return [lambda: words.sum(), lambda: cpu.ops.linear(x, packed, out)]
+class Floor(NamedTuple):
+    """Something that the machine cannot do faster."""
+
+    call: Callable[[], object]
+    amount: int
+    """The bytes that a call reads, or the operations that it computes."""
+
+
+def _floors(cpu: NativeCpu, num_threads: int) -> list[Floor]:
+    """A plain read of memory that no cache holds, and products: of AMX tiles from L1, with their
+    loads; on other machines a linear in bf16 that L2 holds."""
+    words = torch.zeros(_READ_BYTES, dtype=torch.int8).view(torch.int64)
+    read = Floor(lambda: words.sum(), _READ_BYTES)
+    if cpu.isa == "amx":
+        multiply = _tile_products()
+        lanes = ThreadPoolExecutor(num_threads)
+        counts = [_TILE_PRODUCTS] * num_threads
+        return [read, Floor(lambda: list(lanes.map(multiply, counts)), sum(counts) * 2 * 32**3)]
+    x, weight = torch.randn(512, _DEPTH).bfloat16(), torch.randn(_COLUMNS, _DEPTH).bfloat16()
+    packed, out = cpu.pack("bfloat16", weight), torch.empty(512, _COLUMNS)
+    return [read, Floor(lambda: cpu.ops.linear(x, packed, out), 2 * 512 * _COLUMNS * _DEPTH)]
+
+
+@cache
+def _tile_products() -> Callable[[int], object]:
+    """Compiles `tile_floor.cpp`. Raises CalledProcessError if the compiler fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "tile_floor.so"
+        source = Path(__file__).with_name("tile_floor.cpp")
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *_TILE_FLAGS, str(source), "-o", str(library)], check=True)
+        multiply = ctypes.CDLL(str(library)).multiply_tiles
+    multiply.argtypes = [ctypes.c_int64]
+    return multiply
 
 
 def _time_attention(
@@ -120,10 +156,8 @@ def _time_attention(
     return _seconds([partial(attend, layer) for layer in layers])
 
 
-def _seconds(
-    calls: list[Callable[[], None]], floors: Sequence[Callable[[], object]] = ()
-) -> list[float]:
-    """The mean time of one call, in the best of the rounds that fit into the time, and the time of
+def _seconds(calls: list[Callable[[], None]], floors: Sequence[Floor] = ()) -> list[float]:
+    """The mean time of one call, in the best of the rounds that fit into the time, and the rate of
     each floor in that round: a core may be twice as fast at another moment."""
     best, until = [float("inf")], time.perf_counter() + _MIN_S
     for number in range(1000):
@@ -132,10 +166,11 @@ def _seconds(
             call()
         marks.append(time.perf_counter())
         for floor in floors:
-            floor()
+            floor.call()
             marks.append(time.perf_counter())
         took, *others = (end - begin for begin, end in itertools.pairwise(marks))
-        best = min(best, [took / len(calls), *others])
+        rates = [floor.amount / each for floor, each in zip(floors, others, strict=True)]
+        best = min(best, [took / len(calls), *rates])
         if number > 1 and marks[-1] > until:
             break
     return best
@@ -147,7 +182,7 @@ def _line(name: str, rows: int, times: list[float], num_bytes: int, operations: 
     line = f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us"
     line += f" {rates[0]:>6.1f} GB/s {rates[1]:>7.0f} GFLOP/s"
     if floors:
-        possible = [_READ_BYTES / floors[0] / 1e9, 2 * 512 * _COLUMNS * _DEPTH / floors[1] / 1e9]
+        possible = [floor / 1e9 for floor in floors]
         line += f", floor {possible[0]:.1f} GB/s ({rates[0] / possible[0]:.0%})"
         line += f" {possible[1]:.0f} GFLOP/s ({rates[1] / possible[1]:.0%})"
     return line
