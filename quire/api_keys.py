@@ -53,10 +53,6 @@ class ApiKey(BaseModel):
     """Sequences that run or wait at a time: a request with n = 4 counts as 4."""
     max_sequences: Positive = 8
     """Limit of n and of the width of a beam search."""
-    max_logprobs: int = Field(default=20, ge=0)
-    max_prompt_logprobs: int = Field(default=5, ge=0)
-    penalties: bool = True
-    """Whether requests may have repetition, presence and frequency penalties."""
     models: tuple[str, ...] | None = None
     """The models that this key sees; None for all."""
     retained_blocks: Annotated[int, Field(ge=0)] | None = None

@@ -57,9 +57,6 @@ class KeyFlags:
     max_sequences: Annotated[
         int, Option(metavar="N", min=1, help="limit of n and of beam widths")
     ] = 8
-    max_logprobs: Annotated[int, Option(metavar="N", min=0)] = 20
-    max_prompt_logprobs: Annotated[int, Option(metavar="N", min=0)] = 5
-    penalties: Annotated[bool, Option(help="whether requests may have penalties")] = True
     models: Annotated[
         list[str] | None, Option("--model", metavar="NAME", help="may be repeated; default: all")
     ] = None

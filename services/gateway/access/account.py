@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.api_keys import ApiKey
-from quire.sampling import NUMBERS
 from quire.types import Sampling
 from services.gateway.access.caller import ONE, Caller, NoAccount
 from services.runtime.errors import InvalidRequest, RateLimited
@@ -72,9 +71,14 @@ class Account(NoAccount):
     @contextmanager
     def admitted(self, asked: Sampling = ONE, *, is_further: bool = False) -> Iterator[None]:
         """See `NoAccount.admitted`."""
-        check_cost(self.key, asked)
+        name, number = ("n", asked.n) if asked.beam is None else ("beam_width", asked.beam.width)
+        if number > self.key.max_sequences:
+            most = self.key.max_sequences
+            raise InvalidRequest(
+                f"{name} is {number}; key {self.key.name} may ask for at most {most}", name
+            )
         # The gateway refuses a width below 1, but after the request has waited.
-        num_sequences = max(1, asked.n if asked.beam is None else asked.beam.width)
+        num_sequences = max(1, number)
         self._check_concurrency(num_sequences)
         now, key = self._clock(), self.key
         if delay_s := self._tokens.delay_s(1, now):
@@ -104,22 +108,3 @@ class Account(NoAccount):
                 f"have {limit}; this request needs {num_sequences}",
                 _BUSY_DELAY_S,
             )
-
-
-def check_cost(key: ApiKey, asked: Sampling) -> None:
-    """Raises InvalidRequest if one of the parameters costs more than the key may ask for."""
-    bounds: tuple[tuple[str, int | None, int], ...] = (
-        ("n", asked.n, key.max_sequences),
-        ("beam_width", asked.beam.width if asked.beam else None, key.max_sequences),
-        ("logprobs", asked.logprobs, key.max_logprobs),
-        ("prompt_logprobs", asked.prompt_logprobs, key.max_prompt_logprobs),
-    )
-    for name, value, limit in bounds:
-        if value is not None and value > limit:
-            raise InvalidRequest(
-                f"{name} is {value}; key {key.name} may ask for at most {limit}", name
-            )
-    for name, number in NUMBERS.items():
-        penalty = getattr(asked, name) if name.endswith("_penalty") else None
-        if not key.penalties and penalty not in (None, number.neutral):
-            raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties", name)

@@ -22,8 +22,8 @@ class NoAccount:
         self, asked: Sampling = ONE, *, is_further: bool = False
     ) -> AbstractContextManager[None]:
         """Wraps one request from its arrival to its end. The rate of requests counts the first one
-        of a call, and not one that `is_further`. Raises RateLimited, or InvalidRequest if a
-        parameter costs more than the key may ask for."""
+        of a call, and not one that `is_further`. Raises RateLimited, or InvalidRequest if the key
+        may not ask for so many sequences."""
         return nullcontext()
 
     def charge(self, num_tokens: int) -> None:

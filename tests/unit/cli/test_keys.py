@@ -18,13 +18,13 @@ def test_a_key_is_shown_once_and_only_its_hash_is_kept(tmp_path: Path, capsys: A
     file = str(tmp_path / "keys.json")
     assert main(["keys", "create", "alice", "--file", file, "--tenant", "acme"]) == 0
     key = capsys.readouterr().out.strip()
-    flags = ["--role", "operator", "--max-concurrency", "5", "--model", "m", "--no-penalties"]
+    flags = ["--role", "operator", "--max-concurrency", "5", "--model", "m"]
     assert main(["keys", "create", "bob", "--file", file, *flags]) == 0
     assert key not in Path(file).read_text()
     assert Path(file).stat().st_mode & 0o777 == 0o600
     alice, bob = read_keys(Path(file))
     assert (alice.hash, alice.tenant, alice.max_sequences) == (hash_key(key), "acme", 8)
-    assert (bob.role, bob.max_concurrency, bob.penalties) == ("operator", 5, False)
+    assert (bob.role, bob.max_concurrency) == ("operator", 5)
     assert bob.models == ("m",)
     capsys.readouterr()
     assert main(["keys", "list", "--file", file]) == 0

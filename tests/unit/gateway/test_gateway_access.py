@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.api_keys import ApiKey, hash_key
 from quire.types import Beam, Sampling
-from services.gateway.access.account import Account, check_cost
+from services.gateway.access.account import Account
 from services.gateway.access.caller import (
     EVERYONE,
     Caller,
@@ -143,27 +143,17 @@ def test_tokens_that_were_overdrawn_are_paid_back() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"n": 3}, "n is 3; key alice may ask for at most 2"),
-        ({"beam": Beam(3)}, "beam_width is 3;"),
-        ({"logprobs": 2}, "logprobs is 2; key alice may ask for at most 1"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is 1;"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; key alice may not"),
-        ({"presence_penalty": -0.1}, "presence_penalty"),
-        ({"frequency_penalty": 2.0}, "frequency_penalty"),
+        (Sampling(n=3), "n is 3; key alice may ask for at most 2"),
+        (Sampling(beam=Beam(3)), "beam_width is 3;"),
     ],
 )
-def test_a_costly_request_is_refused_with_the_numbers(asked: dict[str, Any], text: str) -> None:
-    bounds: dict[str, Any] = {
-        "max_sequences": 2,
-        "max_logprobs": 1,
-        "max_prompt_logprobs": 0,
-        "penalties": False,
-    }
-    key = ApiKey(name="alice", hash=HASH, **bounds)
-    cheap = Sampling(n=2, logprobs=1, repetition_penalty=1.0, presence_penalty=0.0)
-    check_cost(key, cheap)
+def test_too_many_sequences_are_refused_with_the_numbers(asked: Sampling, text: str) -> None:
+    one, _ = account(max_sequences=2)
+    with one.admitted(Sampling(n=2)):
+        assert one.num_sequences == 2
     with pytest.raises(InvalidRequest, match=text):
-        check_cost(key, Sampling(**asked))
+        one.admitted(asked).__enter__()
+    assert one.num_sequences == 0
 
 
 def test_a_key_has_a_priority_ceiling_instead_of_the_gateways_setting() -> None:
