@@ -3,8 +3,8 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_MAX_CONNECTIONS = 16
 _LIMIT_S = 5.0
 """How long a connection may be silent."""
 
@@ -92,36 +91,12 @@ class _QuietHandler(WSGIRequestHandler):
         """Log nothing."""
 
 
-class _BoundedServer(ThreadingWSGIServer):
-    """A server with a thread for each of at most `_MAX_CONNECTIONS` connections. A new connection
-    ends what the thread of the oldest one waits for: that one is idle, because an answer takes
-    milliseconds."""
-
-    request_queue_size = 128
-
-    def __init__(self, *args: Any) -> None:
-        self._open: dict[socket.socket, None] = {}
-        """The open connections, the oldest first. Threads remove their own."""
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        for oldest in list(self._open)[: 1 - _MAX_CONNECTIONS]:
-            self._open.pop(oldest, None)
-            with suppress(OSError):  # it has just ended by itself
-                oldest.shutdown(socket.SHUT_RDWR)
-        self._open[request] = None
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._open.pop(request, None)
-        super().shutdown_request(request)
-
-
 def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:
     found, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found
 
-    class Server(_BoundedServer):
+    class Server(ThreadingWSGIServer):
         address_family = family
+        request_queue_size = 128
 
     return make_server(str(address[0]), port, application, Server, _QuietHandler)
