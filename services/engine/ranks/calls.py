@@ -131,13 +131,11 @@ def encoded(call: Call) -> bytes:
 
 
 def decoded(octets: bytes) -> Call:
-    """The call with these bytes. Raises ValueError if they are no part of a step."""
+    """The call with these bytes, which `encoded` of rank 0 has made."""
     kind, body = octets[:1], octets[1:]
-    if kind == b"C":
-        call: Call = ForkingPickler.loads(body)
-        return call
     if kind == b"S":
         return Call("compute", (StepCall.decode(body),), is_answered=False)
-    if kind == b"L" and len(body) == _COUNT_BYTES:
+    if kind == b"L":
         return Call("logits", (int.from_bytes(body),), is_answered=False)
-    raise ValueError(f"{len(octets)} bytes of the kind {kind!r} are no call")
+    call: Call = ForkingPickler.loads(body)
+    return call
