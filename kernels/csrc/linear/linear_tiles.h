@@ -19,7 +19,10 @@
 
 namespace quire::QUIRE_ISA {
 
-inline constexpr int64_t kTiledFarBytes = 6 * 1024;            // how far ahead few rows fetch
+// How far ahead few rows fetch: up to 16 into L1. More read their own inputs from L2 beside that,
+// and fetch into L2, which may have more lines on their way, and from there into L1.
+inline constexpr int64_t kTiledBytes = 6 * 1024, kTiledFarBytes = 12 * 1024;
+inline constexpr int64_t kTiledNearBytes = 2 * 1024;
 inline constexpr int64_t kPanelStep = 4 * kPanel;              // bytes of a panel's step
 inline constexpr int64_t kTileStep = kTileSteps * kPanelStep;  // bytes of a panel in a product
 inline constexpr int64_t kPair = 2;  // panels whose gated outputs in bf16 fill a line
@@ -50,14 +53,17 @@ struct TiledBlocks {
 struct Ahead {
   const char* at;
   int64_t step;
-  bool is_far;  // into L2, not L1
+  bool is_far;         // into L2, not L1
+  int64_t behind = 0;  // bytes: the lines so far behind them go from L2 into L1; 0: none
 
   void fetch() {
-    for (int64_t i = 0; i < step; i += 64)
+    for (int64_t i = 0; i < step; i += 64) {
       if (is_far)
         __builtin_prefetch(at + i, 0, 2);
       else
         __builtin_prefetch(at + i);
+      if (behind > 0) __builtin_prefetch(at + i - behind);
+    }
     at += step;
   }
 };
@@ -106,8 +112,8 @@ class TiledLinear {
           unpack<kind>(*call_.weights, i, begin / 2, (part.end + 1) / 2, unpacked_);
         Ahead ahead = {};
         if constexpr (!is_quantized(kind))
-          ahead = is_few ? Ahead{weights(i, 0) + kTiledFarBytes, kTileStep, false}
-                         : next_part(part, i, panel, end, row_end - row);
+          ahead =
+              is_few ? next_steps(i, row_end - row) : next_part(part, i, panel, end, row_end - row);
         const int64_t in_pair = (i - panel) % kPair;
         for (int64_t at = row; at < row_end; at += kTileRows) {
           const int num_rows = static_cast<int>(least(kTileRows, row_end - at));
@@ -128,6 +134,12 @@ class TiledLinear {
   const char* steps(int64_t panel, Part part, int64_t k) const {
     if constexpr (is_quantized(kind)) return unpacked_ + (k - part.begin) * kPanel;
     return weights(panel, k);
+  }
+
+  // The bytes that few rows read soon after those of a product.
+  Ahead next_steps(int64_t panel, int64_t num_rows) const {
+    if (num_rows <= kRegisterRows) return {weights(panel, 0) + kTiledBytes, kTileStep, false};
+    return {weights(panel, 0) + kTiledFarBytes, kTileStep, true, kTiledFarBytes - kTiledNearBytes};
   }
 
   // The bytes that are read after the part of this panel: the same part of the next panel, the next
