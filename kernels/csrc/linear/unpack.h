@@ -133,7 +133,7 @@ class PairedWeights {
 template <WeightKind kind>
 inline void unpack(const Linear& linear, int64_t panel, int64_t begin, int64_t end, char* to) {
   constexpr int64_t kStepPairBytes = lane_values(kind) / 2 * kStepBytes;
-  constexpr int64_t kAheadBytes = 2048;
+  constexpr int64_t kFarBytes = 4096, kNearBytes = 1024;  // fetched ahead into L2 and L1
   const int run = run_values(kind, linear.group), num_groups = run / linear.group;
   const int num_steps = linear.group / lane_values(kind);
   const int64_t run_bytes = (1 + num_groups * num_steps) * kStepBytes;
@@ -149,7 +149,8 @@ inline void unpack(const Linear& linear, int64_t panel, int64_t begin, int64_t e
             kind == WeightKind::int4 ? half_lanes(header + kPanel + half * kLanes) : f32x16{});
         const char* codes = from + (1 + group * num_steps) * kStepBytes + half * sizeof(u32x16);
         for (int step = 0; step < num_steps; ++step, codes += kStepBytes) {
-          __builtin_prefetch(codes + kAheadBytes);
+          __builtin_prefetch(codes + kFarBytes, 0, 2);
+          __builtin_prefetch(codes + kNearBytes);
           weights.write(load<u32x16>(codes), to + step * kStepPairBytes + half * sizeof(u32x16));
         }
       }
