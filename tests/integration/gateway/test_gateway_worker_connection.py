@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from blockstore.registry import Member
 from quire.supervisor.run_directory import free_port
@@ -11,11 +12,14 @@ from quire.v1 import decode_pb2, worker_pb2
 from services.gateway.workers.connection import WorkerConnection
 from services.protocol.messages import Reserve
 from services.protocol.version import PROTOCOL_VERSION
-from tests.secret import SECRET
+from services.runtime.errors import NoWorker
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.transport import RpcServer
+from tests.secret import OTHER, SECRET
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, GatewayHarness, asked
-from .fakes import FakeDecode, FakePrefill, expected
+from .fakes import FakeDecode, FakePrefill, expected, member
 
 
 async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> None:
@@ -93,6 +97,32 @@ async def test_a_senseless_event_ends_the_stream(make_harness: Any) -> None:
     for call in calls:
         await call.result()
         assert call.tokens == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    ("guard", "problem"),
+    [
+        (None, "does not prove this deployment's secret"),
+        (Guard(OTHER.rpc_key, "prefill-1"), "made with another secret"),
+    ],
+)
+async def test_a_server_without_the_secret_gets_a_hello_and_nothing_else(
+    make_harness: Any, guard: Guard | None, problem: str
+) -> None:
+    """A process that listens at a dead worker's address, and repeats the worker's signed entry."""
+    harness, stranger = await make_harness(FakeDecode(), patience_s=0.2), FakePrefill()
+    server = RpcServer(stranger.service, guard=guard)
+    stranger.register(server.aio)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    harness.stack.push_async_callback(server.stop)
+    entry = member(stranger, address, str(harness.model_dir))
+    with capture_logs() as logs:
+        await harness.registry.announce(entry, ttl_s=1e6)
+        await until(lambda: problem in str(logs))
+        with pytest.raises(NoWorker):
+            await Call(harness.gateway, asked()).result()
+    assert bool(stranger.num_hellos) == (guard is None)
+    assert not stranger.seen
 
 
 async def test_cancellation_while_a_stream_closes_is_kept(make_harness: Any) -> None:
