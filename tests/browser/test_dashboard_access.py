@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.api_keys import ALICE, OPERATOR
+from quire.certificates import write_certificates
+from quire.connections import Tls
+from tests.api_keys import ALICE, OPERATOR, text_of
 from tests.browser.conftest import LIMIT_MS, live
-from tests.e2e.deployment import Deployment
-from tests.e2e.secured import secured
+from tests.e2e.deployment import Deployment, serving
 
 expect.set_options(timeout=LIMIT_MS)
 
@@ -17,7 +18,13 @@ expect.set_options(timeout=LIMIT_MS)
 @pytest.fixture(scope="module")
 def guarded(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     directory: Path = tmp_path_factory.mktemp("guarded")
-    with secured(directory, "--pool-memory", "3MiB") as deployment:
+    tls, keys = directory / "tls", directory / "keys.json"
+    write_certificates(tls, hosts=["127.0.0.1"])
+    keys.write_text(text_of())
+    keys.chmod(0o600)
+    flags = ["--tls-cert", f"{tls}/gateway.crt", "--tls-key", f"{tls}/gateway.key"]
+    flags += ["--api-keys", str(keys), "--pool-memory", "3MiB"]
+    with serving("demo", directory, *flags, tls=Tls(tls / "ca.crt")) as deployment:
         yield deployment
 
 

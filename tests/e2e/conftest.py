@@ -152,8 +152,6 @@ def observed(
     options = ("--pool-memory", str(POOL_MEMORY), *lora, *traces)
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            # While the only decode worker is killed, requests wait for the next one.
-            patch.setenv("QUIRE_GATEWAY_PATIENCE_S", "60")
             for job, target in targets.items():
                 service = job.upper().replace("-", "_")
                 patch.setenv(f"QUIRE_{service}_METRICS_PORT", target.rpartition(":")[2])

@@ -80,11 +80,3 @@ def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal
     )
     assert target.read_bytes().startswith(whole)
     assert len(answers(target)) == 30
-
-
-def test_a_file_that_is_not_usable_changes_nothing(tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in", [line("a")]), tmp_path / "out"
-    before = write(target, [{"custom_id": "z", "response": {}}]).read_text()
-    done = run(source, target)
-    assert (done.returncode, "no request of this batch" in done.stderr) == (2, True), done.stderr
-    assert target.read_text() == before

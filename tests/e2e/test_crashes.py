@@ -110,7 +110,6 @@ class PoolView:
 
     directory: PoolDirectory
     store: RedisStore
-    arena: Path
 
     @property
     def pool_id(self) -> str:
@@ -145,22 +144,9 @@ class PoolView:
         """The KV of every block except those in `without`."""
         header = self.directory.read_header()
         size = header.layout.block_bytes
-        arena = self.arena.read_bytes()
+        arena = self.directory.kv.read_bytes()
         blocks = set(range(header.num_blocks)) - without
         return {block: arena[block * size : (block + 1) * size] for block in blocks}
-
-
-def arena_of(deployment: Deployment, directory: PoolDirectory) -> Path:
-    """The arena: the pool's file, or the memory that the keeper holds in the place of a GPU's."""
-    if directory.is_file_pool:
-        return directory.kv
-    (manager,) = deployment.running("services.block_manager")
-    kept = [
-        fd
-        for fd in Path(f"/proc/{manager}/fd").iterdir()
-        if fd.readlink().name.startswith("memfd:quire-")
-    ]
-    return kept[0]
 
 
 @pytest.fixture
@@ -168,7 +154,7 @@ async def pool_view(deployment: Deployment) -> AsyncIterator[PoolView]:
     (run,) = (path for path in deployment.run_root.iterdir() if (path / "pools").is_dir())
     directory = next(d for d in pool_directories(run / "pools") if d.worker_ids())
     store = await RedisStore.connect(f"unix://{run / 'redis.sock'}")
-    yield PoolView(directory, store, arena_of(deployment, directory))
+    yield PoolView(directory, store)
     await store.close()
 
 

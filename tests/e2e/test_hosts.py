@@ -13,7 +13,6 @@ from blockstore.redis_registry import RedisRegistry
 from quire.async_client import AsyncClient
 from quire.sockets import living_sockets
 from quire.supervisor.run_directory import free_port
-from quire.types import Sampling
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket
 from services.runtime.secret import Secret
@@ -100,7 +99,7 @@ async def movers(host: Host, source: str, target: str) -> AsyncIterator[Movers]:
     await registry.close()
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
+@pytest.mark.parametrize("length", [1, 16, 700])
 async def test_a_prompt_computed_on_one_host_decodes_on_another(
     client: AsyncClient, oracle: Oracle, length: int
 ) -> None:
@@ -133,14 +132,4 @@ async def test_a_cached_prefix_is_copied(
     again = await client.complete(longer, greedy(8), timeout_s=60)
     assert again.usage.num_cached_tokens == 96
     assert list(again.token_ids) == oracle.greedy(longer, 8)
-    await quiet(client)
-
-
-async def test_several_sequences_decode_on_another_host(client: AsyncClient) -> None:
-    tokens = prompt(8, 50)
-    sampling = Sampling(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
-    first = await client.complete(tokens, sampling, timeout_s=60)
-    again = await client.complete(tokens, sampling, timeout_s=60)
-    assert [each.token_ids for each in first.choices] == [each.token_ids for each in again.choices]
-    assert len({each.token_ids for each in first.choices}) == 3
     await quiet(client)

@@ -6,16 +6,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
-from quire.errors import InvalidRequest, NotFound
 from quire.types import Sampling
-from tests.waiting import until
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
@@ -72,32 +68,6 @@ async def test_each_model_answers_as_transformers_do(
     assert one != two
 
 
-async def test_models_are_listed_with_aliases_and_a_request_names_one(
-    client: AsyncClient, deployment: Deployment
-) -> None:
-    assert [model.id for model in await client.models()] == ["default", "one", "two"]
-    assert sorted(pool.model for pool in await client.pools()) == ["one", "two"]
-    async with httpx.AsyncClient(base_url=deployment.http, trust_env=False) as http:
-        listed = (await http.get("/v1/models")).json()["data"]
-        assert {each["id"]: each["root"] for each in listed} == {
-            "default": "one",
-            "one": "one",
-            "two": "two",
-        }
-        body: dict[str, Any] = {"prompt": list(PROMPT), "max_tokens": 1}
-        answer = await http.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-        assert "names one: default, one, two" in answer.json()["error"]["message"]
-        metrics = (await http.get("/metrics")).text
-    for model in ("one", "two"):
-        assert f'quire:generation_tokens_total{{model_name="{model}"' in metrics
-    assert 'model_name="default"' not in metrics
-    for job, instance in (("decode", "decode-2"), ("block-manager", "block-manager-1")):
-        assert f'instance="{instance}",job="{job}"' in metrics
-    with pytest.raises(NotFound, match="these are: default, one, two"):
-        await tokens(client, "three", SHORT)
-
-
 async def test_workers_of_one_model_die_and_the_other_does_not_notice(
     client: AsyncClient, deployment: Deployment, oracles: dict[str, Oracle]
 ) -> None:
@@ -120,27 +90,3 @@ def pids_of(deployment: Deployment, model: str) -> list[int]:
     found = [pid for pid in pids if entry in Path(f"/proc/{pid}/environ").read_bytes()]
     assert len(found) == 2
     return found
-
-
-async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
-    with pytest.raises(InvalidRequest, match="has several models: name one of one, two"):
-        await client.scale(num_decode=2)
-    with pytest.raises(InvalidRequest, match="'default' is not one of this run"):
-        await client.scale(num_decode=2, model="default")
-    scaled = await client.scale(num_decode=1, model="two")
-    assert (scaled.num_prefill, scaled.num_decode) == (1, 1)
-    assert scaled.leaving == ("decode-3",)
-    scaled = await client.scale(num_decode=2, model="one")
-    assert scaled.starting == ("decode-4",)
-    await until(lambda: numbers(client), lambda now: now == {"one": 2, "two": 1})
-    for name, number in (("one", 1), ("two", 2)):
-        await client.scale(num_decode=number, model=name)
-    await until(lambda: numbers(client), lambda now: now == {"one": 1, "two": 2})
-
-
-async def numbers(client: AsyncClient) -> dict[str, int]:
-    """The number of decode workers of each model."""
-    serving = [
-        w.model for w in await client.workers() if (w.role, w.state) == ("decode", "serving")
-    ]
-    return {model: serving.count(model) for model in ("one", "two")}

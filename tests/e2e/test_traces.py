@@ -1,26 +1,17 @@
-"""Traces of a deployment, as a collector gets them: one for each request, with all of its attempts,
-phases and workers."""
+"""Traces of a deployment, as a collector gets them: one for each request, with its phases and
+workers. (`tests/integration/test_tracing.py` has several attempts.)"""
 
-import os
 import secrets
-import signal
-from collections.abc import AsyncIterator
 from itertools import pairwise
 
-import grpc
 import httpx
 import pytest
 
-from quire.async_client import AsyncClient
-from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.collector import Collector, Trace
 
-from .conftest import Oracle
-from .decoders import busiest, pid_of
 from .deployment import Deployment
 
 CLIENT_SPAN = "00f067aa0ba902b7"
-NUM_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +32,6 @@ def has_ended(trace: Trace) -> bool:
 def phases(trace: Trace, attempt: str) -> list[str]:
     children = trace.children(trace.named(attempt).id)
     return [span.name for span in children if span.service == "quire-gateway"]
-
-
-async def generate(deployment: Deployment, traceparent: str, max_tokens: int) -> AsyncIterator[int]:
-    """The tokens of a greedy request over gRPC, with the client's trace context as metadata."""
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=range(300, 340)),
-        sampling=sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-    )
-    async with grpc.aio.insecure_channel(deployment.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        metadata = (("traceparent", traceparent),)
-        async for response in stub.Generate(request, metadata=metadata, timeout=60):
-            for delta in response.deltas:
-                for token_id in delta.token_ids:
-                    yield token_id
 
 
 def test_trace_of_an_http_request_has_its_phases_in_order(
@@ -127,37 +103,3 @@ def test_workers_report_their_part_of_an_attempt(traced: Deployment, collector: 
         assert (
             span.attributes["quire.worker.id"] == trace.named(phase).attributes["quire.worker.id"]
         )
-
-
-async def test_trace_shows_the_loss_of_a_decode_worker(
-    traced: Deployment, collector: Collector, oracle: Oracle
-) -> None:
-    """A decode worker is killed in mid-stream: the trace has an attempt that failed, and a second
-    one, linked to it, that ends at the next worker."""
-    trace_id, traceparent = new_trace()
-    client = AsyncClient(traced.address, operations=traced.operations)
-    tokens = []
-    async for token_id in generate(traced, traceparent, NUM_TOKENS):
-        tokens.append(token_id)
-        if len(tokens) == 5:
-            lost = await busiest(traced, client)
-            os.kill(pid_of(traced, lost), signal.SIGKILL)
-    await client.close()
-    assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
-    trace = collector.wait(trace_id, has_ended)
-    request = trace.named("text_completion tiny")
-    assert request.parent_id == CLIENT_SPAN
-    assert request.attributes["quire.num_attempts"] == 2
-    first, second = trace.children(request.id)
-    assert phases(trace, "attempt 1") == ["waiting", "prefill", "hand-off", "decode"]
-    assert phases(trace, "attempt 2") == ["lost", "prefill", "hand-off", "decode"]
-    assert (first.failed, second.failed) == (True, False)
-    assert lost.worker_id in first.proto.status.message
-    assert [link.span_id.hex() for link in second.proto.links] == [first.id]
-    assert first.end_ns <= second.start_ns
-    decoded_at = [
-        next(span for span in trace.children(attempt.id) if span.name == "decode")
-        for attempt in (first, second)
-    ]
-    assert decoded_at[0].attributes["quire.worker.id"] == lost.worker_id
-    assert decoded_at[1].attributes["quire.worker.id"] != lost.worker_id

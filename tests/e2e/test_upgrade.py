@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.messages import Request
@@ -166,24 +165,3 @@ async def test_every_service_is_replaced_and_no_request_notices(deployment: Depl
             wait_until(partial(names_of_workers, client), partial(operator.eq, names))
     async with httpx.AsyncClient(base_url=deployment.http, timeout=60) as http:
         await until(partial(retained, http), partial(operator.eq, ["system"]))
-
-
-async def test_new_weights_at_the_same_path_are_served_and_no_request_fails(
-    deployment: Deployment, tmp_path: Path
-) -> None:
-    """Requests that run go on with the new weights, from the tokens that they have."""
-    old = await on_a_new_connection(deployment.http)
-    link = deployment.log.parent / "model"
-    (tmp_path / "link").symlink_to(make_checkpoint(tmp_path / "new", seed=1))
-    async for load in loads(deployment):
-        (tmp_path / "link").rename(link)
-        await upgrade(deployment)
-        await load.end()
-    new = await on_a_new_connection(deployment.http)
-    assert new != old
-    assert new == await on_a_new_connection(deployment.http)
-    for kind, answer in load.answers:
-        assert kind != "HTTP" or len(answer) == NUM_TOKENS
-    with Client(deployment.operations.split(",")[0]) as client:
-        (pool,) = client.pools()
-        assert pool.num_held == 0

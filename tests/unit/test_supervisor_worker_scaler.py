@@ -83,6 +83,10 @@ def test_workers_of_all_models_have_different_names() -> None:
     assert [child.name for child in children] == ["prefill-1", "prefill-2", "decode-1", "decode-2"]
     assert scaler.scale({"decode": 2}, "a").starting == ("decode-3",)
     assert scaler.scale({"decode": 2}, "b").starting == ("decode-4",)
+    with pytest.raises(ValueError, match="the run has several models: name one of a, b"):
+        scaler.scale({"decode": 3})
+    with pytest.raises(ValueError, match="model 'c' is not one of this run"):
+        scaler.scale({"decode": 3}, "c")
     settings = named(children, "decode-4").spec.environment
     assert settings["QUIRE_DECODE_WORKER_NUMBER"] == "4"
 

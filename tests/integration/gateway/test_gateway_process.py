@@ -19,6 +19,8 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
+from quire import AsyncClient, QuireError, Tls
+from quire.certificates import write_certificates
 from quire.sockets import living_sockets
 from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from quire.v1.block_manager_pb2 import ListWorkersRequest
@@ -118,6 +120,7 @@ async def launch(
     if waits:
         async with asyncio.timeout(LIMIT_S):
             await channel.channel_ready()
+            await until(lambda: gateway.http.get("/health"), not_yet=(httpx.ConnectError,))
     return gateway
 
 
@@ -229,6 +232,31 @@ async def test_a_lost_store_costs_no_request(
     await announce()
     await to_the_end(comes_now)
     assert (await running.code(), await comes_now.code()) == (grpc.StatusCode.OK,) * 2
+
+
+async def test_clients_show_certificates_where_a_ca_is_given(
+    stack: AsyncExitStack, valkey: Any, short_path: Path, tmp_path: Path
+) -> None:
+    """Over gRPC and over HTTP."""
+    write_certificates(tmp_path, hosts=["127.0.0.1"], clients=["client"])
+    files = {"CERT": "gateway.crt", "KEY": "gateway.key"}
+    settings = {f"PUBLIC_TLS_{name}": str(tmp_path / file) for name, file in files.items()}
+    settings["PUBLIC_CLIENT_CA"] = str(tmp_path / "ca.crt")
+    gateway = await launch(stack, valkey.url, short_path, waits=False, **settings)
+    shown = Tls(tmp_path / "ca.crt", tmp_path / "client.crt", tmp_path / "client.key")
+    async with AsyncClient(gateway.address, tls=shown) as client:
+        assert not await until(client.is_ready, lambda _: True, not_yet=(QuireError,))
+    async with AsyncClient(gateway.address, tls=Tls(tmp_path / "ca.crt")) as client:
+        with pytest.raises(QuireError):
+            await client.is_ready()
+    url = f"https://127.0.0.1:{gateway.http_port}/health"
+    for tls, status in ((shown, 503), (Tls(tmp_path / "ca.crt"), None)):
+        async with httpx.AsyncClient(verify=tls.context(), timeout=LIMIT_S) as http:
+            if status is None:
+                with pytest.raises(httpx.TransportError):
+                    await http.get(url)
+            else:
+                assert (await http.get(url)).status_code == status
 
 
 async def test_operations_are_served_at_the_operations_address_only(
