@@ -303,14 +303,6 @@ async def test_setting_decides_who_sees_it(
         assert answer.status_code == status
 
 
-async def test_block_manager_is_not_asked_while_nobody_views(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
-    async with dashboard(harness) as page:
-        await page.http.get("/")
-        await Call(harness.gateway, asked("r1", 8)).result()
-        assert page.manager.asked == []
-
-
 @pytest.mark.parametrize("setting", ["auto", "on"])
 async def test_the_dashboard_needs_an_operators_key_if_there_are_keys(
     make_harness: Any, setting: DashboardSetting

@@ -12,7 +12,6 @@ from services.gateway.grpc.service import SERVICE_NAME
 from services.runtime.rpc.transport import open_channel
 from tests.waiting import until
 
-from .conftest import PROMPT
 from .fakes import FakeDecode, FakePrefill, expected
 
 
@@ -37,63 +36,6 @@ async def test_text_and_chat_are_tokenized_as_the_model_has_it(harness: Any) -> 
         assert responses[-1].usage.num_prompt_tokens == len(prompt)
         assert responses[-1].deltas[0].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
         assert not any(response.HasField("usage") for response in responses[:-1])
-
-
-@pytest.mark.parametrize(
-    ("request_", "status", "code"),
-    [
-        (inference_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-        (
-            inference_pb2.GenerateRequest(text="x", model="nope"),
-            grpc.StatusCode.NOT_FOUND,
-            "model_not_found",
-        ),
-        (
-            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "context_length_exceeded",
-        ),
-    ],
-)
-async def test_errors_have_their_status_and_code(
-    harness: Any, request_: Any, status: Any, code: str
-) -> None:
-    stub = await harness.serve()
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.Generate(request_).read()
-    assert error.value.code() is status
-    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == code
-
-
-async def test_a_client_that_hangs_up_frees_what_it_had(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    stub = await harness.serve()
-    decode.pause_after = 3
-    call = stub.Generate(
-        inference_pb2.GenerateRequest(
-            request_id="r1",
-            token_ids=inference_pb2.TokenIds(ids=PROMPT),
-            sampling=sampling_pb2.SamplingParams(max_tokens=100),
-        )
-    )
-    await call.read()
-    call.cancel()
-    await until(lambda: decode.aborted == [("r1", 1)])
-    assert harness.assembly.dispatcher.num_running == 0
-
-
-async def test_the_rpc_deadline_is_the_requests(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    stub = await harness.serve()
-    prefill.holds = True
-    request = inference_pb2.GenerateRequest(request_id="r1", text="hello")
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.Generate(request, timeout=0.3).read()
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < prefill.held[0][1].timeout_ms <= 300
-    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
 
 
 async def test_models_are_listed_while_they_can_be_served(harness: Any) -> None:

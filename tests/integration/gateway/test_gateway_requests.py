@@ -91,6 +91,8 @@ async def test_bad_sampling_parameters(harness: Any, sampling: Any, text: str) -
         ({"request_id": "x" * 257}, "request_id has 257"),
         ({"request_id": "a\x1b[2J"}, "request_id has characters that cannot be printed"),
         ({"cache_salt": "\udfff"}, "cache_salt is not valid Unicode"),
+        ({"resume_token": "x" * 21}, "resume_token has 21 characters; it needs 128 random bits"),
+        ({"resume_token": "x" * 257}, "resume_token has 257 characters, at most 256"),
     ],
 )
 async def test_bad_requests(harness: Any, fields: Any, text: str) -> None:
@@ -108,16 +110,6 @@ async def test_a_priority_is_refused_unless_the_deployment_allows_it(
     assert f"priority is {priority}" in str(error)
     assert "--client-priority" in str(error)
     await Call(harness.gateway, asked(priority=0)).result()
-
-
-async def test_a_prompt_that_fills_the_context(harness: Any) -> None:
-    prompt = tuple([65] * 4096)
-    error = await refused(harness, asked("r", prompt=prompt))
-    assert isinstance(error, PromptTooLong)
-    assert "4096 tokens" in str(error)
-    last = Call(harness.gateway, asked("r", prompt=prompt[:-1], max_tokens=1))
-    await last.result()
-    assert last.tokens == expected(prompt[:-1], 1)
 
 
 async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(harness: Any) -> None:
@@ -138,15 +130,6 @@ async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(harn
     prompt = (ChatMessage("user", "<" * 3000), ChatMessage("user", "<" * 3000))
     with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
         await Call(harness.gateway, asked("r", prompt=prompt)).result()
-
-
-async def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(
-    make_harness: Any,
-) -> None:
-    harness = await make_harness(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
-    error = await refused(harness, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
-    assert isinstance(error, PromptTooLong)
-    assert "need 257 blocks of 16 tokens; the pool has 256" in str(error)
 
 
 @pytest.mark.parametrize(("max_model_len", "room"), [(100, 100), (8192, POOL_TOKENS)])
@@ -256,23 +239,6 @@ async def test_a_request_id_of_another_client_is_no_obstacle(
     for call in (others, mine):
         assert (await call.result()).request_id == "same"
         assert call.tokens == expected(PROMPT, 8)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"resume_token": "x" * 21}, "resume_token has 21 characters; it needs 128 random bits"),
-        ({"resume_token": "x" * 257}, "resume_token has 257 characters, at most 256"),
-    ],
-)
-async def test_a_bad_resume_token_is_refused(harness: Any, fields: Any, text: str) -> None:
-    assert text in str(await refused(harness, asked(**({"request_id": "bad"} | fields))))
-
-
-async def test_an_unknown_model_is_named_with_those_that_are_there(harness: Any) -> None:
-    with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
-        await Call(harness.gateway, asked(model="other")).result()
-    await Call(harness.gateway, asked(model="toy")).result()
 
 
 def served_by(num_blocks: int, max_model_len: int = 4096) -> ModelPools:

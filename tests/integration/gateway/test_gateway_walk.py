@@ -63,19 +63,6 @@ async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harn
         assert usage.HasField("num_cached_tokens") == bool(salt)
 
 
-async def test_a_draining_worker_gets_nothing_new(make_harness: Any) -> None:
-    leaving, staying = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=8)
-    harness = await make_harness(FakePrefill(), leaving, staying)
-    leaving.pause_after = 3
-    call = Call(harness.gateway, asked())
-    await until(lambda: "r1" in leaving.running and len(call.tokens) == 3)
-    leaving.requeue("r1", DRAINING)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-    await Call(harness.gateway, asked("r2")).result()
-    assert [c.request_id for c in staying.commands(decode_pb2.Reserve)] == ["r1", "r2"]
-
-
 async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     """With one slot: lower class first, then arrival; a preempted request keeps its place before
     all that came later."""
@@ -100,24 +87,6 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     assert served == ["first", "urgent", "first", "second", "third", "late"]
     orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert orders[1:] == sorted(orders[1:])
-
-
-async def test_clients_take_turns(make_harness: Any) -> None:
-    """The client `b` comes after five requests of `a`, and waits for one of them."""
-    prefill, decode = FakePrefill(), FakeDecode(num_slots=1)
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 2
-    callers = {f"a{number}": Caller(host="a") for number in range(5)} | {"b": Caller(host="b")}
-    calls = []
-    for num_waiting, (name, caller) in enumerate(callers.items()):
-        calls.append(Call(harness.gateway, asked(name, caller=caller)))
-        await harness.num_waiting(num_waiting)
-        await until(lambda: "a0" in decode.running)
-    decode.go_on(pause_after=8)
-    for call in calls:
-        await call.result()
-    served = [submit.ticket.request_id for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
-    assert served == ["a0", "a1", "b", "a2", "a3", "a4"]
 
 
 async def test_a_worker_that_does_not_answer_delays_no_other_request(make_harness: Any) -> None:

@@ -1,7 +1,6 @@
 """Tool calls and reasoning over HTTP, with OpenAI's own client; the workers generate the test's
 text."""
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,15 +74,6 @@ async def test_a_streamed_answer_has_openais_shape(client: openai.AsyncOpenAI) -
     assert arguments == ['{"city": "Genève"}', "{}"]
     assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
     assert choices[-1].finish_reason == "tool_calls"
-
-
-async def test_openais_stream_helper_collects_the_calls(client: openai.AsyncOpenAI) -> None:
-    async with client.chat.completions.stream(**fields()) as stream:
-        done = [e async for e in stream if e.type == "tool_calls.function.arguments.done"]
-    assert [(event.name, json.loads(event.arguments)) for event in done] == [
-        ("get_weather", {"city": "Genève"}),
-        ("get_time", {}),
-    ]
 
 
 async def test_tools_and_earlier_calls_are_in_the_prompt(
@@ -310,48 +300,6 @@ async def test_the_events_of_a_response_follow_its_items(client: openai.AsyncOpe
     assert [event.arguments for event in ends] == [item[2] for item in ITEMS[2:]]
     kinds = [e.type for e in events]
     assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
-
-
-async def test_a_conversation_goes_on_with_calls_and_their_outputs(
-    client: openai.AsyncOpenAI, script: Script, harness: GatewayHarness
-) -> None:
-    """The prompt is that of the same conversation as a chat."""
-    first = await client.responses.create(**asked_for())
-    call = first.output[2]
-    assert call.type == "function_call"
-    script.text = "It is 12 degrees.END"
-    said: Any = [
-        *USER,
-        *(item.model_dump(exclude_none=True) for item in first.output),
-        {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"},
-    ]
-    second = await client.responses.create(**asked_for(input=said))
-    assert second.output_text == "It is 12 degrees."
-    chat = await client.chat.completions.create(
-        **fields(
-            messages=[
-                *USER,
-                {
-                    "role": "assistant",
-                    "content": "Look:",
-                    "reasoning_content": "The user asks.",
-                    "tool_calls": [
-                        {
-                            "id": item.call_id,
-                            "type": "function",
-                            "function": {"name": item.name, "arguments": item.arguments},
-                        }
-                        for item in first.output
-                        if item.type == "function_call"
-                    ],
-                },
-                {"role": "tool", "tool_call_id": call.call_id, "content": "12 degrees"},
-            ]
-        )
-    )
-    assert second.usage is not None
-    assert chat.usage is not None
-    assert second.usage.input_tokens == chat.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("choice", [{"type": "function", "name": "get_time"}, "required", "none"])
