@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).with_name("triton_suite.py")
 PARTS = [
     pytest.param(
         "not attends and not slides and (not caps or mixed)", id="all but the large matrices"
@@ -23,28 +22,36 @@ PARTS = [
 ]
 
 
-def test_the_sampler_on_a_device_draws_as_the_host() -> None:
-    assert_passes(SUITE.with_name("triton_sampling_suite.py"))
+@pytest.fixture
+def marks(request: pytest.FixtureRequest) -> str:
+    """The marks that this run of pytest selects: `make test-full` runs whole matrices."""
+    return str(request.config.getoption("markexpr"))
 
 
-def test_keys_and_values_in_fp8_are_those_of_the_reference() -> None:
-    assert_passes(SUITE.with_name("triton_fp8_kv_suite.py"))
+@pytest.mark.timeout(600)  # the whole matrix takes over a minute
+def test_the_sampler_on_a_device_draws_as_the_host(marks: str) -> None:
+    assert_passes(marks, "triton_sampling_suite.py")
 
 
-def test_steps_from_graphs_have_the_tokens_of_transformers() -> None:
-    assert_passes(SUITE.with_name("triton_graphs_suite.py"))
+def test_keys_and_values_in_fp8_are_those_of_the_reference(marks: str) -> None:
+    assert_passes(marks, "triton_fp8_kv_suite.py")
+
+
+def test_steps_from_graphs_have_the_tokens_of_transformers(marks: str) -> None:
+    assert_passes(marks, "triton_graphs_suite.py")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
-    assert_passes(SUITE, "-k", part)
+def test_triton_s_kernels_agree_with_the_reference(marks: str, part: str) -> None:
+    assert_passes(marks, "triton_suite.py", "-k", part)
 
 
-def assert_passes(suite: Path, *selection: str) -> None:
+def assert_passes(marks: str, suite: str, *selection: str) -> None:
     plugin = ("-p", "tests.kernels.triton_interpreter")
+    path = str(Path(__file__).with_name(suite))
     interpreted = subprocess.run(
-        [sys.executable, "-m", "pytest", "--quiet", *plugin, *selection, str(suite)],
-        cwd=SUITE.parents[2],
+        [sys.executable, "-m", "pytest", "--quiet", *plugin, "-m", marks, *selection, path],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
