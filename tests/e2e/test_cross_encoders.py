@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from quire import LLM, InvalidRequest
 from tests.e2e.conftest import POOL_MEMORY
-from tests.e2e.deployment import serving
 
 QUERY = "What is a block?"
 DOCUMENTS = ["A block is sixteen tokens.", "Trains are late.", "Blocks " * 30]
@@ -51,40 +49,23 @@ def logits(directory: Path) -> torch.Tensor:
         return torch.cat([model(torch.tensor([pair])).logits[0] for pair in pairs])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    directory = cross_encoder(tmp_path / "model", family)
-    expected = torch.sigmoid(logits(directory)).tolist()
+AS_THEY_ARE = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("mistral", {}), ("qwen3", AS_THEY_ARE)],
+)
+def test_scores_are_those_of_transformers(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    directory = cross_encoder(tmp_path / "model", family, **fields)
+    expected = (logits(directory) if fields else torch.sigmoid(logits(directory))).tolist()
     with LLM(str(directory), pool_memory=str(POOL_MEMORY), threads=1) as llm:
         for _ in range(2):  # computed, and from the prefix cache
             assert llm.score(QUERY, DOCUMENTS, use_tqdm=False) == pytest.approx(expected, abs=1e-4)
         with pytest.raises(InvalidRequest, match="only a cross-encoder scores pairs"):
             llm.embed(QUERY, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="use /v1/score or /v1/rerank"):
+            llm.generate(QUERY, use_tqdm=False)
     assert max(expected) - min(expected) > 0.01
-
-
-def test_the_endpoints_score_pairs_and_refuse_the_rest(tmp_path: Path) -> None:
-    identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
-    directory = cross_encoder(tmp_path / "model", "qwen3", sentence_transformers=identity)
-    expected = logits(directory).tolist()
-    memory = ("--pool-memory", str(POOL_MEMORY))
-    with (
-        serving(directory, tmp_path, *memory) as running,
-        httpx.Client(base_url=f"{running.http}/v1", timeout=60) as http,
-    ):
-        found = http.post("/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
-        scores = [each["score"] for each in found["data"]]
-        assert scores == pytest.approx(expected, abs=1e-4)
-        ranked = http.post("/rerank", json={"query": QUERY, "documents": DOCUMENTS}).json()
-        order = sorted(range(3), key=lambda index: -expected[index])
-        assert [each["index"] for each in ranked["results"]] == order
-        cut = {"text_1": QUERY, "text_2": DOCUMENTS[2], "truncate_prompt_tokens": 30}
-        assert http.post("/score", json=cut).json()["usage"]["prompt_tokens"] == 30
-        for path, body in (
-            ("embeddings", {"input": QUERY}),
-            ("completions", {"prompt": QUERY}),
-            ("chat/completions", {"messages": [{"role": "user", "content": QUERY}]}),
-        ):
-            answer = http.post(f"/{path}", json={"model": "", **body})
-            assert answer.status_code == 400
-            assert "use /v1/score or /v1/rerank" in answer.json()["error"]["message"]

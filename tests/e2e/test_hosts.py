@@ -1,5 +1,6 @@
 """Pools of two hosts: a prompt that host a computes decodes on host b, and a cached prefix is
-copied instead of computed."""
+copied instead of computed. The workers have two ranks, of which each has half of the heads, so a
+mover copies two parts of each block. (`tests/chaos/test_hosts.py` has workers of one rank.)"""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,16 +32,14 @@ def two_hosts(
     folder: Path,
     pool_memory: int,
     devices: tuple[str, str] = ("cpu", "cpu"),
-    **settings: str,
 ) -> Iterator[tuple[Host, Host]]:
-    """Host a has only a prefill worker, host b only a decode worker; the gateway is on a.
-    `settings`: of the workers."""
+    """Host a has only a prefill worker, host b only a decode worker; the gateway is on a."""
     valkey.command("FLUSHALL")
     a, b = (Host(name, folder, checkpoint, valkey.url, pool_memory) for name in ("a", "b"))
     try:
         for host, role, device in ((a, "prefill", devices[0]), (b, "decode", devices[1])):
             host.start("block_manager")
-            host.start(role, DEVICE=device, **settings)
+            host.start(role, DEVICE=device, TENSOR_PARALLEL_SIZE="2")
             host.wait_for(role, "worker_ready")
             host.start("mover")
         for host in (a, b):
@@ -62,7 +61,7 @@ def hosts(
     valkey_server: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Host, Host]]:
     folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(valkey_server, checkpoint, folder, POOL_MEMORY) as hosts:
+    with two_hosts(valkey_server, checkpoint, folder, 2 * POOL_MEMORY) as hosts:
         yield hosts
 
 
@@ -99,14 +98,19 @@ async def movers(host: Host, source: str, target: str) -> AsyncIterator[Movers]:
     await registry.close()
 
 
-@pytest.mark.parametrize("length", [1, 16, 700])
+@pytest.mark.parametrize("length", [1, 16, 100, 700])
 async def test_a_prompt_computed_on_one_host_decodes_on_another(
-    client: AsyncClient, oracle: Oracle, length: int
+    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle, length: int
 ) -> None:
+    """The last block of a prompt is full, or begun."""
+    workers = await client.workers()
+    sizes = [w.engine["tensor_parallel_size"] for w in workers if w.role != "mover"]
+    assert sizes == ["2", "2"]
     tokens = prompt(length, length)
     completion = await client.complete(tokens, greedy(24), timeout_s=60)
     assert list(completion.token_ids) == oracle.greedy(tokens, 24)
     await quiet(client)
+    assert not hosts[1].events("mover", "pull_failed")
 
 
 async def test_a_cached_prefix_is_copied(
@@ -133,3 +137,19 @@ async def test_a_cached_prefix_is_copied(
     assert again.usage.num_cached_tokens == 96
     assert list(again.token_ids) == oracle.greedy(longer, 8)
     await quiet(client)
+
+
+@pytest.mark.full
+async def test_a_prompt_computed_on_one_gpu_decodes_on_another(
+    valkey_server: Any, checkpoint: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    """Between GPUs of one host (which are memory of the host here) the GPUs copy, not NIXL."""
+    devices = "memfd:0,memfd:1", "memfd:2,memfd:3"
+    with two_hosts(valkey_server, checkpoint, tmp_path, 2 * POOL_MEMORY, devices) as hosts:
+        async with connected(hosts[0]) as client:
+            for length in (16, 100):
+                tokens = prompt(length, length)
+                completion = await client.complete(tokens, greedy(24), timeout_s=60)
+                assert list(completion.token_ids) == oracle.greedy(tokens, 24)
+            await quiet(client)
+        assert not hosts[1].events("mover", "pull_failed")
