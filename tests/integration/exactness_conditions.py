@@ -11,8 +11,8 @@ from quire.types import Beam, Sampling
 from services.gateway.api import RetainDirective
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
-from .exactness_deployment import DeployedWorker
 from .exactness_disturbances import DisturbedDeployment
+from .exactness_parts import DeployedWorker
 from .models_oracle import random_prompt
 
 NUM_TOKENS = 24

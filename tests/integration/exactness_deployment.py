@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from blockstore.registry import Member, Role
 from kvops import int8_kv
 from quire import messages
 from quire.messages import Request
-from quire.types import Delta
-from services.engine.forward import ForwardPass
 from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
 from services.engine.speculation.draft_model import DraftModel
@@ -69,48 +67,11 @@ from .exactness_model import (
     Watched,
     draft_model,
 )
+from .exactness_parts import Call, DeployedWorker
 from .exactness_setting import ADAPTER, MODEL, Setting, Store
 from .exactness_stream import Stream, through_wire
 
 MAX_MODEL_LEN = 512
-
-
-@dataclass(eq=False)
-class DeployedWorker:
-    """A worker with its engine's forward pass and its metrics."""
-
-    worker: Any
-    forward: Watched
-    parts: WorkerParts
-    request_metrics: CollectorRegistry
-    running: "asyncio.Task[None]"
-
-    @property
-    def device(self) -> ForwardPass:
-        return self.parts.forward
-
-    def figure(self, name: str) -> float:
-        value = self.request_metrics.get_sample_value(f"quire:{name}_total")
-        assert value is not None
-        return value
-
-    @property
-    def num_seen(self) -> int:
-        """How many tokens of the compared request the worker has computed."""
-        return sum(row.num_tokens for row in self.forward.seen)
-
-
-@dataclass(eq=False)
-class Call:
-    """A request of a client. `deltas`: all that the client has received."""
-
-    deltas: list[Delta] = field(default_factory=list)
-    reading: "asyncio.Task[None]" = field(init=False)
-
-    async def answer(self) -> Answer:
-        async with asyncio.timeout(LIMIT_S):
-            await self.reading
-        return Answer.of(self.deltas)
 
 
 class ExactnessDeployment:

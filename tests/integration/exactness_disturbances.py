@@ -8,7 +8,8 @@ from blockstore.registry import Role
 from services.worker.requests.events import HANDED_OVER
 from services.worker.roles.mixed import Mixed
 
-from .exactness_deployment import DeployedWorker, ExactnessDeployment
+from .exactness_deployment import ExactnessDeployment
+from .exactness_parts import DeployedWorker
 
 
 def decode_of(role: Any) -> Any:

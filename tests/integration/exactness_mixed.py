@@ -5,8 +5,8 @@ from quire.types import Sampling
 from tests.exactness import SEED, Answer
 
 from .exactness_conditions import PAUSE_EVERY, companions, disturbed
-from .exactness_deployment import DeployedWorker
 from .exactness_disturbances import DisturbedDeployment
+from .exactness_parts import DeployedWorker
 from .models_oracle import random_prompt
 
 MOST_DRAFTS = 2

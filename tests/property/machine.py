@@ -4,8 +4,7 @@ and 3 hold in both, and both have the same contents."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,50 +17,25 @@ from blockstore.records import Growth, PoolSpec
 from blockstore.store import NO_TENANT, BlockStore, tenant_of
 from tests.clock import Clock
 from tests.property.lost_ledger import content_of, reported_by
-
-HASHES_OF = {
-    tenant: tuple(bytes([first + number]) * 16 for number in range(8))
-    for first, tenant in ((0, NO_TENANT), (8, "t"))
-}
-"""The hashes of the blocks of each tenant."""
-HASHES = tuple(chain.from_iterable(HASHES_OF.values()))
-TENANTS = st.sampled_from([NO_TENANT, NO_TENANT, "t"])
-PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
-"""The hashes of three prompts; the first two share two blocks."""
-BRANCHES = st.lists(st.sampled_from([(2, 3), (4, 5), (2,), (4, 6), (1, 7), ()]), max_size=3)
-"""Hashes with which several sequences continue after a prompt's first blocks."""
-
-SPECS = st.builds(
-    PoolSpec,
-    pool_id=st.just("pool"),
-    model=st.just("model"),
-    fingerprint=st.just("fingerprint"),
-    num_blocks=st.integers(1, 9),
-    block_size=st.just(4),
-    block_bytes=st.just(64),
-    watermark_blocks=st.integers(0, 2),
+from tests.property.machine_inputs import (
+    BRANCHES,
+    EPOCH_OFF_BY,
+    HASHES,
+    HASHES_OF,
+    LEASES_S,
+    LOST,
+    PROMPTS,
+    SPECS,
+    TENANTS,
+    Asked,
 )
-# mostly right: a wrong one only shows that it is refused
-EPOCH_OFF_BY = st.sampled_from([0, 0, 0, 0, 0, 0, 0, -1, 1])
-LOST = st.booleans()
-LEASES_S = st.sampled_from([10, 20])
+
 STEP_S = 7.0
 """How far the clock moves at a time. No lease ends within 3 s of such a step, so the time that the
 test itself takes does not matter."""
 _TOMBSTONES_LAST_S = 500.0
 
 Call = Callable[[BlockStore], Awaitable[object]]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The arguments of an allocation, for a repeated call."""
-
-    worker_id: str
-    order: int
-    hashes: tuple[bytes, ...]
-    num_blocks: int
-    branches: tuple[tuple[bytes, ...], ...] = ()
 
 
 class StoresAgree(RuleBasedStateMachine):

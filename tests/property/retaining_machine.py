@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.property.machine import HASHES_OF, LOST, PROMPTS, TENANTS, StoresAgree
+from tests.property.machine import StoresAgree
+from tests.property.machine_inputs import HASHES_OF, LOST, PROMPTS, TENANTS
 
 LIMITS = st.sampled_from([9, 9, 3, 1, 0])
 
