@@ -142,15 +142,6 @@ def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
     assert asked == [("flash_attn_with_kvcache", None), (function, longest)]
 
 
-def test_a_decode_step_takes_the_function_that_splits_contexts(
-    flash: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("kvops.attention.flash_package.flash_attn_varlen_func")
-    attend(flash, paged_batch(GEOMETRIES[0], LONG_DECODE, seed=13))
-    with pytest.raises(NameError):
-        attend(flash, paged_batch(GEOMETRIES[0], SEVERAL_BLOCKS, seed=13))
-
-
 def test_indices_may_be_int64_and_queries_a_strided_view(
     flash: Backend, reference: Backend
 ) -> None:

@@ -95,6 +95,13 @@ def attend(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) ->
     )
 
 
+def different(compiled: list[Any]) -> list[Any]:
+    """The compiled kernels, each once. They fit the smallest shared memory."""
+    kernels = list({id(kernel): kernel for kernel in compiled}.values())
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    return kernels
+
+
 def loads_that_loops_wait_for(ptx: str) -> set[str]:
     """The kinds of loads from global memory in a kernel's loops that are not asynchronous copies
     into shared memory."""
@@ -174,8 +181,7 @@ def test_keys_and_values_in_fp8_compile(
         OPS.store_kv(arena[:, 1], x[:, :2], x[:, :2], slots)
         OPS.store_heads(arena[:, 1], x[:, :8], x[:, 8:10], x[:, 10:], slots)
         clear_begun_blocks(arena, slots)
-    kernels = {id(kernel): kernel for kernel in compiled}.values()
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    kernels = different(compiled)
     attending = [kernel.asm["ptx"] for kernel in kernels if kernel.metadata.name == "attend"]
     assert len(attending) == 3
     for ptx in attending:
@@ -191,29 +197,36 @@ def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
     )
     with compiling(capability, tmp_path) as compiled:
         OPS.warm_up(arena[:, 1], shape, 16)
-    assert len({id(kernel) for kernel in compiled}) == 4
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in compiled)
+    assert len(different(compiled)) == 4
 
 
 @pytest.mark.parametrize(
-    ("dtype", "swiglu"),
+    ("dtype", "swiglu", "kind"),
     [
-        (torch.bfloat16, True),
-        pytest.param(torch.bfloat16, False, marks=FULL),
-        (torch.float32, False),
-        pytest.param(torch.float32, True, marks=FULL),
+        (torch.bfloat16, True, None),
+        (torch.float32, False, None),
+        (torch.bfloat16, False, "int4-32"),
+        (torch.bfloat16, False, "mxfp4"),
+        pytest.param(torch.bfloat16, False, None, marks=FULL),
+        pytest.param(torch.float32, True, None, marks=FULL),
+        pytest.param(torch.bfloat16, False, "fp8-128", marks=FULL),
+        pytest.param(torch.bfloat16, False, "int8", marks=FULL),
     ],
 )
-def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, swiglu: bool) -> None:
+def test_experts_compile(
+    capability: int, tmp_path: Path, dtype: torch.dtype, swiglu: bool, kind: Kind | None
+) -> None:
     """They take the same kernels for any number of rows, and wait for no load in their loops."""
     weights = in_dtype(weights_of(8, 3, hidden=256, wide=384, swiglu=swiglu), dtype)
+    if kind is not None:
+        gate_up, down = of_zeros(kind, 8 * 768, 256), of_zeros(kind, 8 * 256, 384)
+        weights = replace(weights, gate_up=gate_up, down=down)
     with compiling(capability, tmp_path) as compiled:
         for num_rows in (1, 2, 16, 100):
             chosen = torch.zeros(num_rows, 3, dtype=torch.int64)
             experts(torch.zeros(num_rows, 256, dtype=dtype), weights, chosen, chosen.float())
-    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    kernels = different(compiled)
     assert sorted(kernel.metadata.name for kernel in kernels) == ["_add", "_down", "_gate_up"]
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
     for kernel in kernels:
         if kernel.metadata.name != "_add":
             assert not loads_that_loops_wait_for(kernel.asm["ptx"])
@@ -230,32 +243,9 @@ def test_low_ranks_compile(capability: int, tmp_path: Path) -> None:
             x, y = torch.zeros(num_rows, 2048).bfloat16(), torch.zeros(num_rows, num_outputs)
             tables = torch.zeros(num_rows, dtype=torch.int64)
             OPS.add_low_rank(y.bfloat16(), x, tables, linear, 192)
-    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    kernels = different(compiled)
     assert [kernel.metadata.name for kernel in kernels] == ["_shrink", "_expand"]
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
     assert all("mma" in kernel.asm["ptx"] for kernel in kernels)
-
-
-@pytest.mark.parametrize(
-    "kind", ["int4-32", "mxfp4", *(pytest.param(kind, marks=FULL) for kind in ("fp8-128", "int8"))]
-)
-def test_experts_of_quantized_weights_compile(capability: int, tmp_path: Path, kind: Kind) -> None:
-    weights = replace(
-        in_dtype(weights_of(8, 3, hidden=256, wide=384), torch.bfloat16),
-        gate_up=of_zeros(kind, 8 * 768, 256),
-        down=of_zeros(kind, 8 * 256, 384),
-    )
-    with compiling(capability, tmp_path) as compiled:
-        for num_rows in (1, 100):
-            chosen = torch.zeros(num_rows, 3, dtype=torch.int64)
-            experts(torch.zeros(num_rows, 256).bfloat16(), weights, chosen, chosen.float())
-    kernels = {id(kernel): kernel for kernel in compiled}.values()
-    assert sorted(kernel.metadata.name for kernel in kernels) == ["_add", "_down", "_gate_up"]
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
-    for kernel in kernels:
-        if kernel.metadata.name != "_add":
-            assert not loads_that_loops_wait_for(kernel.asm["ptx"])
-            assert "mma" in kernel.asm["ptx"]
 
 
 def of_zeros(kind: Kind, n: int, k: int) -> GroupedWeight:
@@ -282,10 +272,9 @@ def test_quantized_linears_compile(
     with compiling(capability, tmp_path) as compiled:
         for num_rows in LINEAR_ROWS:
             OPS.linear(torch.zeros(num_rows, 4096, dtype=dtype), weight)
-    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    kernels = different(compiled)
     names = [kernel.metadata.name for kernel in kernels]
     assert sorted(names) == ["_add", "_multiply", "_multiply", "_unpack"]
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
     for kernel in kernels:
         if kernel.metadata.name == "_multiply":
             assert not loads_that_loops_wait_for(kernel.asm["ptx"])
@@ -303,10 +292,9 @@ def test_linears_in_fp8_compile(
         for kind, num_rows in itertools.product(("fp8", "fp8-128"), (17, 18, 100, 300, 301)):
             weight = of_zeros(kind, 4096, 4096)  # type: ignore[arg-type]
             OPS.linear(torch.zeros(num_rows, 4096).bfloat16(), weight)
-    kernels = {id(one): one for one in compiled}.values()
+    kernels = different(compiled)
     names = [kernel.metadata.name for kernel in kernels]
     assert sorted(names) == ["_add", "_multiply", "_multiply", "_round", "_round"]
-    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
     for kernel in kernels:
         if kernel.metadata.name == "_multiply":
             assert loads_that_loops_wait_for(kernel.asm["ptx"]) == {"ld.global.b32"}
