@@ -59,11 +59,3 @@ def test_an_impossible_question_is_answered_in_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith("quire: ")
     assert problem in line
-
-
-def test_a_garbled_workload_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "workload.jsonl"
-    path.write_text('{"num_prompt_tokens": 4, "num_generated_tokens": 1}\n{"num_prompt')
-    done = advise("--workload", str(path))
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"quire: {path}, line 2: not JSON")

@@ -66,13 +66,11 @@ def _quiet_and_eager() -> Iterator[None]:
         yield
 
 
-def serve(
-    target: Path, draft: Path | None = None, pool_memory: str = "16MiB", **config: Any
-) -> LLM:
+def serve(target: Path, draft: Path | None = None) -> LLM:
     speculative = None
     if draft is not None:
-        speculative = {"model": str(draft), "num_speculative_tokens": 4, **config}
-    settings: dict[str, Any] = {"pool_memory": pool_memory, "threads": 1}
+        speculative = {"model": str(draft), "num_speculative_tokens": 4}
+    settings: dict[str, Any] = {"pool_memory": "16MiB", "threads": 1}
     return LLM(str(target), speculative_config=speculative, **settings)
 
 
@@ -118,34 +116,6 @@ def test_another_model_changes_no_token(
         answers = llm.generate(PROMPTS, beams(), use_tqdm=False)
         assert [one.choices for one in answers] == expected["beams"]
         assert all(one.usage.num_rejected_drafts == 0 for one in answers)
-
-
-def test_sequences_beyond_the_memory_get_no_drafts(
-    target: Path, expected: dict[str, list[tuple[Choice, ...]]]
-) -> None:
-    """Its KV has 8 blocks of 8 KiB in fp32, for 128 tokens: too few for the last prompt."""
-    accepted = []
-    with serve(target, target, draft_kv_memory="64KiB") as llm:
-        for prompt, choices in zip(PROMPTS, expected["greedy"], strict=True):
-            (answer,) = llm.generate(prompt, STRATEGIES["greedy"], use_tqdm=False)
-            assert answer.choices == choices
-            accepted.append(answer.usage.num_accepted_drafts)
-    assert min(accepted[:2]) > 0.6 * NUM_TOKENS
-    assert accepted[2] == 0
-
-
-def test_preempted_sequences_get_drafts_again(
-    target: Path, expected: dict[str, list[tuple[Choice, ...]]]
-) -> None:
-    """Their KV of the draft model is computed again, from their tokens."""
-    prompts = PROMPTS * 4
-    with serve(target, target, pool_memory="384KiB") as llm:
-        answers = llm.generate(prompts, STRATEGIES["temperature"], use_tqdm=False)
-    assert [one.choices for one in answers] == expected["temperature"] * 4
-    preempted = [one.usage for one in answers if one.usage.num_preemptions]
-    assert preempted
-    assert all(usage.num_rejected_drafts == 0 for usage in preempted)
-    assert all(usage.num_accepted_drafts > 0.5 * NUM_TOKENS for usage in preempted)
 
 
 def test_drafts_are_the_greedy_tokens_of_transformers(other: Path) -> None:
