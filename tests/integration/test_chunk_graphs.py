@@ -3,6 +3,7 @@ graphs are those of `tests.graph_stand_in`; Triton's kernels in them are in
 `tests/kernels/triton_graphs_suite.py`."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,16 @@ def test_a_step_has_the_smallest_graph_that_fits(
     shapes = graph_shapes(6, 512)
     found = next((shape for shape in shapes if shape.fits(num_tokens, num_rows)), None)
     assert found == wanted
+
+
+def test_every_shape_has_a_graph_with_adapters_too() -> None:
+    """Beside the one without, and none of them takes a step of the other kind."""
+    shapes = graph_shapes(6, 512, with_adapters=True)
+    assert [shape for shape in shapes if not shape.has_adapters] == graph_shapes(6, 512)
+    assert len(shapes) == 2 * len(graph_shapes(6, 512))
+    for num_tokens, num_rows in ((5, 5), (5, 1), (300, 16)):
+        found = [
+            next(shape for shape in shapes if shape.fits(num_tokens, num_rows, kind))
+            for kind in (False, True)
+        ]
+        assert found == [found[0], replace(found[0], has_adapters=True)]

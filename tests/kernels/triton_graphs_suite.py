@@ -100,12 +100,13 @@ def test_any_mix_of_adapters_replays_the_same_graphs(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of the linears of each adapter by themselves, which are launched kernel by kernel, have
-    the same states. A step without adapters replays a graph without their kernels."""
+    the same states. A step without adapters replays a graph without their kernels. So it is for a
+    prompt beside a row that decodes."""
     eager = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedTriton()))
     graphed = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedTriton()))
     monkeypatch.setattr("services.engine.device.graphs._NUM_WARM_UPS", 0)  # nothing is compiled
     monkeypatch.setattr("services.engine.device.graphs.ladder", lambda max_rows: [max_rows])
-    graphed.with_graphs(max_rows=4, max_lora_rank=20)
+    graphed.with_graphs(max_tokens=4, max_rows=4, max_lora_rank=20)
     folders = [
         make_adapter(tmp_path / str(number), checkpoint, number, **fields)
         for number, fields in enumerate(ADAPTERS)
@@ -131,6 +132,16 @@ def test_any_mix_of_adapters_replays_the_same_graphs(
         )
         # One more launch in this stand-in for each of 4 linears of 2 layers.
         assert used - min(sizes) == (8 if any(mix) else 0)
+    for mix in ((1, 2), (0, 3), (0, 0)):
+
+        def chunks(of: list[LoadedAdapter | None], mix: Sequence[int] = mix) -> list[Row]:
+            first, second = (of[i] for i in mix)
+            row = Row((9,), len(mixes), table(1), 0, (GREEDY,), adapter=second)
+            return [Row((4, 5, 6), 0, table(4), 0, (GREEDY,), adapter=first), row]
+
+        wanted, num_replays = eager.hidden(chunks(of_eager)), graphed.num_replays
+        torch.testing.assert_close(graphed.hidden(chunks(of_graphs)), wanted, rtol=1e-4, atol=1e-4)
+        assert graphed.num_replays == num_replays + 1
     plain = graphed.hidden(adapted_rows([None] * 4, len(mixes)))
     mixed = graphed.hidden(adapted_rows([of_graphs[i] for i in (0, 1, 2, 3)], len(mixes)))
     assert torch.equal(plain[0], mixed[0])

@@ -15,7 +15,7 @@ copied into static tensors, from which all graphs read, and a smaller step is pa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -121,14 +121,15 @@ def graph_shapes(
 ) -> list[GraphShape]:
     """The shapes that have graphs, the smallest first, for decode steps of up to `max_rows` rows
     and steps of up to `max_tokens` tokens. Chunks have powers of two, so that padding at most
-    doubles a step; a step of two tokens is a decode step. `with_adapters`: decode steps have graphs
-    with adapters too, beside those without, which have 8 launches a layer less."""
-    kinds = (False, True) if with_adapters else (False,)
-    shapes = [GraphShape(size, size, 1, kind) for size in ladder(max_rows) for kind in kinds]
+    doubles a step; a step of two tokens is a decode step. `with_adapters`: each shape has a graph
+    with adapters too, beside the one without, which has 8 launches a layer less."""
+    shapes = [GraphShape(size, size, 1) for size in ladder(max_rows)]
     size = 4
     while size < 2 * max_tokens and size <= _MAX_CHUNK_TOKENS:
         shapes += [GraphShape(size, rows, size) for rows in {min(size, n) for n in _CHUNK_ROWS}]
         size *= 2
+    if with_adapters:
+        shapes += [replace(shape, has_adapters=True) for shape in shapes]
     return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.query_len, shape.num_rows))
 
 
@@ -160,7 +161,7 @@ class StepGraphs:
             "context_lens": zeros(max_rows, dtype=torch.int32),
         }
         self._tables = zeros(max_rows, max_blocks, dtype=torch.int32)
-        self._adapters = AdapterTables(zeros(max_rows), max_rank)
+        self._adapters = AdapterTables(zeros(max_tokens), max_rank)
         self._graphs: dict[GraphShape, tuple[Graph, Batch, Tensor]] = {}
 
     def shape_for(
