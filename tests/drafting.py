@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from services.engine.forward import known
+from services.engine.forward import Flight, known
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Drafter, Speculation
@@ -19,6 +19,7 @@ class Oracle:
     one."""
 
     def __init__(self, next_token: Next, wrong_every: int = 0) -> None:
+        self.runs_ahead = self.catches_up = False
         self._next_token = next_token
         self._wrong_every = wrong_every
         self.num_proposed = 0
@@ -29,7 +30,9 @@ class Oracle:
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         return [number for _, number in asked]
 
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def propose(
+        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
+    ) -> list[tuple[int, ...]]:
         found = [self._drafts(sequence, number) for sequence, number in asked]
         self.num_proposed += sum(map(len, found))
         return found
@@ -59,9 +62,12 @@ class SometimesWrong:
     def __init__(self, drafter: Drafter, wrong_every: int) -> None:
         self._wrong_every = wrong_every
         self._drafter = drafter
+        self.runs_ahead = self.catches_up = False
         self.chances, self.prepare = drafter.chances, drafter.prepare
 
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def propose(
+        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
+    ) -> list[tuple[int, ...]]:
         found = zip(asked, self._drafter.propose(asked), strict=True)
         return [self._changed(sequence, known(drafts)) for (sequence, _), drafts in found]
 

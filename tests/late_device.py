@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from services.engine.batch import Draw, Row, RowOutput, RowResult, Wait, with_draws_behind
+from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait, with_draws_behind
 from services.engine.forward import ForwardPass
 
 
@@ -38,6 +38,7 @@ class LateForward:
         self.num_ahead += sum(row.drawn_by is not None for row in rows)
         if any(row.draw_behind is not None for row in rows):
             assert self._last is not None
+            assert not any(row.num_drafts or row.num_unknown for row in rows)
             rows = with_draws_behind(rows, self._last.result())  # as the runner waits for it
         frozen = tuple(_as_now(row) for row in rows)
         flight = LateFlight(self, self._last, frozen, tuple(copies), num_waiting)
@@ -57,8 +58,9 @@ class LateForward:
         """Compute all steps up to this one, in the order of their launches."""
         while until.computed is None:
             flight = self.flights[0]
+            flight.rows = tuple(flight.known(row) for row in flight.rows)
             flight.computed = self._forward.launch(
-                [flight.known(row) for row in flight.rows], flight.copies, flight.num_waiting
+                flight.rows, flight.copies, flight.num_waiting
             ).result()
             flight.before = None
             self.flights.popleft()
@@ -87,20 +89,40 @@ class LateFlight:
         return set(chain(*self.copies, *(row.block_table for row in self.rows)))
 
     def known(self, row: Row) -> Row:
-        """The row with the token that the last step drew for it. After a fault there is no such
-        token: like a GPU, the device goes on with any token."""
+        """The row with the tokens that other steps drew for it, behind the drafts that were
+        accepted. After a fault there is no such token: like a GPU, the device goes on with any."""
+        token_ids = [*row.token_ids]
         if row.drafted_by:
             found = [flight.result()[number] for flight, number in row.drafted_by]
             drafts = [token[0] if isinstance(token, tuple) else 0 for token in found]
-            own = row.token_ids[: -len(drafts)]
-            row = replace(row, token_ids=[*own, *drafts], drafted_by=())
-        if row.drawn_by is None:
-            return row
-        assert self.before is not None
-        assert self.before.computed is not None
-        drawn = self.before.computed[row.drawn_by]
-        tokens = drawn.tokens if isinstance(drawn, RowOutput) else drawn
-        return replace(row, token_ids=tokens if isinstance(tokens, tuple) else (0,), drawn_by=None)
+            token_ids[-len(drafts) :] = drafts
+        moved = 0
+        if row.behind is not None:
+            target, place = row.behind
+            assert isinstance(target, LateFlight)
+            drawn, moved = target.accepted(place)
+            if row.drawn_by is None:
+                token_ids = [*token_ids[:1], *drawn][-2:]
+        if row.drawn_by is not None:
+            assert self.before is not None
+            drawn, accepted = self.before.accepted(row.drawn_by)
+            token_ids[0], moved = drawn[-1], moved or accepted
+        assert moved <= row.num_unknown
+        known = replace(row, token_ids=token_ids, start=row.start + moved, drafted_by=())
+        return replace(known, drawn_by=None, behind=None, num_unknown=0)
+
+    def accepted(self, place: int) -> tuple[list[int], int]:
+        """What a row drew up to the first token that is no draft of its own, and how many tokens
+        before that token are drafts."""
+        result = self.result()[place]  # then the row is known
+        row = self.rows[place]
+        tokens = result.tokens if isinstance(result, RowOutput) else result
+        if isinstance(tokens, Fault):
+            return [0], 0
+        drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
+        right = [draft == token for draft, token in zip(drafts, tokens, strict=False)]
+        number = min([*right, False].index(False), len(tokens) - 1)
+        return list(tokens[: number + 1]), number
 
 
 def _as_now(row: Row) -> Row:

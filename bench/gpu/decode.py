@@ -89,12 +89,13 @@ def _logits(machine: Machine) -> Passed:
 
 def _drafts(machine: Machine) -> Passed:
     """The rows of one step have drafts, the last of which is wrong. Each draws, up to there, the
-    tokens that it draws one by one, greedy and at a temperature. In fp32, as above."""
+    tokens that it draws one by one, greedy and at a temperature; and so does the step behind, which
+    is launched before the host knows where that is. In fp32, as above."""
     config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384)
     steps = Steps(config, torch.float32, "triton", machine.device)
     texts, num_drafts = prompts(machine), machine.pick(6, 2)
     known = steps.generate(texts, num_drafts + 1, 1000)
-    steps.begin(len(texts), max(map(len, texts)) + num_drafts + 1)
+    steps.begin(len(texts), max(map(len, texts)) + num_drafts + 2)
     steps.capture(len(texts) * (num_drafts + 1), 0)
     rows = []
     for number, text in enumerate(texts):
@@ -102,11 +103,16 @@ def _drafts(machine: Machine) -> Passed:
         new = known[number][len(text) :]
         row = steps.row(number, [*new[:-2], (new[-2] + 1) % 384, 0], len(text))
         rows.append(replace(row, draws=row.draws * (num_drafts + 1), num_drafts=num_drafts))
-    found = steps.runner.launch(rows).result()
+    flight, behind = steps.runner.launch(rows), []
+    for number, text in enumerate(texts):
+        row = steps.row(number, [0], len(text) + 1)
+        behind.append(replace(row, drawn_by=number, num_unknown=num_drafts))
+    found = zip(flight.result(), steps.runner.launch(behind).result(), strict=True)
     wrong = 0
-    for text, tokens, result in zip(texts, known, found, strict=True):
+    for text, tokens, (result, last) in zip(texts, known, found, strict=True):
         assert isinstance(result, tuple)
-        wrong += list(result[: num_drafts - 1]) != tokens[len(text) + 1 : -1]
+        assert isinstance(last, tuple)
+        wrong += [*result[: num_drafts - 1], *last] != tokens[len(text) + 1 :]
     if wrong:
         raise Failed(f"{wrong} of {len(texts)} sequences draw other tokens")
     return Passed(f"{len(texts)} sequences with {num_drafts} drafts")
@@ -241,18 +247,21 @@ def _prefill(machine: Machine) -> Passed:
 
 
 def _time_of_drafts(machine: Machine) -> Passed:
-    """One row at 1,000 positions: without drafts, with drafts in a run of steps, and with drafts
-    where the host waits for each step before it launches the next one."""
+    """One row at 1,000 positions: without drafts, with drafts in steps that run ahead, and with
+    drafts where the host waits for each step before it launches the next one."""
     _needs_gpu(machine)
     steps, _ = _qwen3_8b(machine)
-    steps.begin(1, 1001 + NUM_DRAFTS, content=0.0)
+    steps.begin(1, 1001 + 2 * NUM_DRAFTS, content=0.0)
     steps.capture(1 + NUM_DRAFTS, 0)
-    plain = steps.row(0, [0], 1000)
+    plain, is_planned = steps.row(0, [0], 1000), steps.ops.needs_plan
     drafts = replace(
         steps.row(0, [0] * (1 + NUM_DRAFTS), 1000),
         draws=DRAWS[:1] * (1 + NUM_DRAFTS),
         num_drafts=NUM_DRAFTS,
     )
+
+    def behind(row: Row) -> Row:
+        return replace(row, drawn_by=0, num_unknown=0 if is_planned else row.num_drafts)
 
     def seconds(row: Row, *, waits: bool) -> float:
         for num_steps in (3, NUM_STEPS):
@@ -260,7 +269,7 @@ def _time_of_drafts(machine: Machine) -> Passed:
             for _ in range(num_steps):
                 if waits:
                     flight.result()
-                launched = steps.runner.launch([row])
+                launched = steps.runner.launch([row if waits else behind(row)])
                 flight.result()
                 flight = launched
             flight.result()

@@ -80,8 +80,16 @@ class Row:
     scoring: Scoring | None = None
     """None if the request asks for no prompt logprobs."""
     drawn_by: int | None = None
-    """The index of the row in the step launched before that draws this row's one token, and is not
-    retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None if all tokens are known."""
+    """The index of the row in the step launched before that draws this row's first token, and is
+    not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None if that token is known."""
+    num_unknown: int = 0
+    """The number of drafts before the first token of which the host does not know yet whether they
+    are accepted. `start` and the positions of the draws are those behind no accepted draft; the
+    device adds the number of accepted drafts. No row of such a step has a `draw_behind`."""
+    behind: "tuple[Flight, int] | None" = None
+    """For a row of a draft model, the target's step in flight, and the index of the row there whose
+    `num_unknown` drafts this row is behind. Unless the row has `drawn_by`, its two tokens are the
+    last two of the sequence then; `token_ids` has the first one for no accepted draft."""
     draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
     """The function that makes the row's one draw from that token, if penalties or a grammar depend
     on the token; `draws` has the draw without them."""

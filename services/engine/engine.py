@@ -129,8 +129,10 @@ class Engine:
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
         spent = Drafting()
-        if self._speculation is not None and not self._launched:
-            batch, spent = self._speculation.with_drafts(batch, self._scheduler.budget)
+        if self._speculation is not None:
+            behind = self._launched[-1].flight if self._launched else None
+            budget = self._scheduler.budget
+            batch, spent = self._speculation.with_drafts(batch, budget, behind)
         rows = [
             one.sequence.launch(one.num_tokens, place, one.drafts)
             for place, one in enumerate(batch)
@@ -149,7 +151,7 @@ class Engine:
 
     def _take_needed(self) -> list[LaunchedStep]:
         """The steps to retire before the next one is launched: all in flight, if the next step is
-        to have drafts behind their tokens."""
+        to have drafts that the host must know their tokens for."""
         if self._speculation is None or not self._launched:
             return []
         is_needed = self._speculation.needs_tokens(self._launched[-1].batch)

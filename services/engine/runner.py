@@ -10,8 +10,15 @@ from torch import Tensor
 from kvops import Backend, int8_kv
 from kvops.step import page_facts
 from services.engine.batch import Draw, Row, Wait, with_draws_behind
+from services.engine.device.acceptance import draft_places, move, moved_rows, num_accepted
 from services.engine.device.drawing import DeviceDrawing
-from services.engine.device.flights import DrawnFlight, drafted_tokens
+from services.engine.device.flights import (
+    DrawnFlight,
+    drafted_tokens,
+    moving,
+    take,
+    taken_tokens,
+)
 from services.engine.device.graphs import Graph, padded
 from services.engine.device.inputs import Indices, StepInputs, one_token_rows
 from services.engine.device.largest_rows import largest_rows
@@ -142,7 +149,8 @@ class Runner:
             return CompleteFlight(
                 batch.results([[t.cpu() for t in part] for part in outputs], masks())
             )
-        self._last = DrawnFlight(batch, outputs, masks)
+        accepted = num_accepted(placed, drawn[0]) if "num_drafts" in placed else None
+        self._last = DrawnFlight(batch, outputs, masks, accepted)
         return self._last
 
     def _to_pool(self, states: Tensor) -> Tensor:
@@ -214,30 +222,42 @@ class Runner:
         ends, num_tokens = arrays["cu_query_lens"][1:], len(arrays["token_ids"])
         if not self.computes_at_launch and len(rows) < num_tokens and all(map(_is_short, rows)):
             arrays = one_token_rows(arrays)
-        num_rows = len(arrays["context_lens"])
+        num_rows, row_ends = len(arrays["context_lens"]), arrays["cu_query_lens"][1:]
         adapters = _adapter_runs(rows)
         graph = self._steps.graph_for(num_tokens, num_rows, bool(adapters))
         if graph is not None:
             arrays = padded(arrays, graph)
-        if any(row.drawn_by is not None for row in rows):
-            arrays |= self._sources(rows, ends)
-        drafting, drafted = drafted_tokens(rows, ends)
-        arrays |= drafted
-        if self._ops.needs_plan:
-            arrays["page_ids"] = self._page_ids(arrays)
-        placed = self._inputs.place({**arrays, "wanted": wanted, **others})
-        if self._last is not None and "taken" in placed:
-            drawn = self._last.drawn[placed["sources"]].clamp(min=0)  # after a fault: any token
-            placed["token_ids"].index_copy_(0, placed["taken"], drawn)
-        if drafting:
-            drafts = torch.cat([flight.drawn for flight in drafting])[placed["draft_sources"]]
-            placed["token_ids"].index_copy_(0, placed["drafted"], drafts.clamp(min=0))
+        if not self.computes_at_launch:
+            arrays |= draft_places(batch, ends) | moved_rows(rows, batch, ends, row_ends)
+        placed = self._placed(rows, ends, {**arrays, "wanted": wanted, **others})
         facts = StepFacts(
             *(arrays["cu_query_lens"], arrays["context_lens"], num_tokens, graph),
             wants_all=len(wanted) == num_tokens,
             adapters=adapters,
         )
         return self._steps.compute(placed, facts), placed
+
+    def _placed(
+        self, rows: Sequence[Row], ends: Indices, arrays: dict[str, Indices]
+    ) -> dict[str, Tensor]:
+        """The arrays on the device, with what only the device knows: tokens that flights draw, and
+        the places of rows behind drafts."""
+        before, taken = taken_tokens(rows, ends, self._last)
+        drafting, drafted = drafted_tokens(rows, ends)
+        accepted = moving(rows, self._last)
+        if self._ops.needs_plan:
+            if accepted is not None:
+                raise ValueError("the host plans attention, and does not know the rows' contexts")
+            arrays["page_ids"] = self._page_ids(arrays)
+        placed = self._inputs.place({**arrays, **taken, **drafted})
+        if before is not None:
+            take(placed, before)
+        if accepted is not None:
+            move(placed, accepted, self._block_size)
+        if drafting:
+            drafts = torch.cat([flight.drawn for flight in drafting])[placed["draft_sources"]]
+            placed["token_ids"].index_copy_(0, placed["drafted"], drafts.clamp(min=0))
+        return placed
 
     def _arrays(self, rows: Sequence[Row]) -> dict[str, Indices]:
         """The tensors of the rows' `Batch`."""
@@ -268,15 +288,6 @@ class Runner:
         num_pages, _ = page_facts(arrays["context_lens"], self._block_size)
         tables = arrays["block_tables"]
         return tables[np.arange(tables.shape[1]) < num_pages[:, None]]
-
-    def _sources(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
-        """`taken` has the indices of the step's tokens that the host does not know. `sources` are
-        their indices in the last step."""
-        if self._last is None:
-            raise ValueError("a row takes a token of the last step, which is not on the device")
-        taken = [number for number, row in enumerate(rows) if row.drawn_by is not None]
-        sources = self._last.batch.first_draws([rows[number].drawn_by for number in taken])
-        return {"taken": ends[taken].astype(np.int64) - 1, "sources": sources}
 
     def _block_tables(self, rows: Sequence[Row]) -> Indices:
         """[rows, longest]: each table up to the row's last position, padded with block 0."""
@@ -325,5 +336,5 @@ def _is_short(row: Row) -> bool:
 
 
 def _end(row: Row) -> int:
-    """The row's context length, new tokens included: also the position of the token drawn next."""
-    return row.start + len(row.token_ids)
+    """The row's context length at most, new tokens included."""
+    return row.start + row.num_unknown + len(row.token_ids)

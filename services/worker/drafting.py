@@ -47,6 +47,9 @@ class LoadedDraft:
     plan: DraftPlan
     model: Model
     ops: kvops.Backend
+    runs_ahead: bool
+    """Whether steps run ahead of drafts: a device draws, and the host plans attention of neither
+    model."""
 
     def drafter(
         self, launch_on: Callable[[Runner], Launch], max_rows: int, *, has_graphs: bool
@@ -63,6 +66,7 @@ class LoadedDraft:
             *(lambda rows: launch(rows).result(), num_blocks, layout.block_size),
             context=self.plan.context,
             launch=None if runner.computes_at_launch else launch,
+            runs_ahead=self.runs_ahead,
         )
 
 
@@ -102,6 +106,8 @@ def load_draft(
     device: str,
     cache: Path | None,
     progress: Progress,
+    *,
+    runs_ahead: bool,
 ) -> LoadedDraft:
     """Load the weights, to compute as the target does: in `dtype`, quantized as the settings say
     unless the checkpoint is quantized already. Raises StartupError."""
@@ -120,8 +126,9 @@ def load_draft(
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.num_blocks * plan.layout.block_size,
         max_model_len=plan.context,
+        runs_ahead=runs_ahead,
     )
-    return LoadedDraft(plan, model, ops)
+    return LoadedDraft(plan, model, ops, runs_ahead)
 
 
 def speculation(

@@ -117,7 +117,8 @@ class Sequence:
 
     A sequence *runs ahead* if a row takes the token that the step in flight draws. Only beams may
     not: the host chooses which of them go on. A draw with penalties or a grammar depends on that
-    token; it is made beside the row's forward pass, once the host knows the token.
+    token; it is made beside the row's forward pass, once the host knows the token. Behind drafts in
+    flight, num_launched counts all of them, and retirement takes back those that are rejected.
 
     Sequences of a group that begin with the same tokens are one `Sequence` until these tokens are
     computed; it has a branch for each of them. Most sequences have one branch: their next draw.
@@ -151,7 +152,7 @@ class Sequence:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
         self.pooler = None if rules.pooling is None else Pooler(rules.pooling, rules.score_head)
         self.may_run_ahead = self.pooler is None and rules.sampling.beam is None
-        self._place = 0
+        self.place = 0
         """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
         self.hashes = list(hashes[:num_full])
@@ -176,14 +177,20 @@ class Sequence:
         return self.num_launched > self.num_computed
 
     @property
+    def num_unknown(self) -> int:
+        """The most tokens that the step in flight may draw for it: one, and one for each draft."""
+        return max(0, self.num_launched + 1 - len(self.tokens))
+
+    @property
     def _num_inputs(self) -> int:
-        """The number of its tokens, including the one that is being drawn if the sequence runs
-        ahead and will not end with that token."""
+        """The number of its tokens, including as many as are being drawn if the sequence runs ahead
+        and will not end with them."""
         num_tokens = len(self.tokens)
         if self.num_launched < num_tokens or not self.may_run_ahead:
             return num_tokens
         has_one_draw = len(self.branches) == 1 and not self.branches[0].own
-        return num_tokens + (has_one_draw and num_tokens + 1 < self.rules.max_len)
+        goes_on = has_one_draw and self.num_launched + 1 < self.rules.max_len
+        return self.num_launched + 1 if goes_on else num_tokens
 
     @property
     def has_state(self) -> bool:
@@ -198,9 +205,9 @@ class Sequence:
 
     @property
     def num_draftable(self) -> int:
-        """How many drafts may follow its last token, or the token that a step in flight draws for
-        it: for all of them there are slots, and a token more. At most 0 for beams, which need one
-        draw's logprobs a step."""
+        """How many drafts may follow its last token, or the last token that a step in flight may
+        draw for it: for all of them there are slots, and a token more. At most 0 for beams, which
+        need one draw's logprobs a step."""
         if self.rules.sampling.beam is not None or self.num_launched < len(self.tokens) - 1:
             return 0
         if len(self.branches) > 1 or self.branches[0].own:
@@ -238,9 +245,11 @@ class Sequence:
     def launch(self, num_tokens: int, place: int, drafts: Drafts = ()) -> Row:
         """The row of the next `num_tokens` tokens and `drafts`, which will be at `place` in its
         step. It draws if they are the last ones. From now on the tokens are in flight."""
-        start, end = self.num_launched, self.num_launched + num_tokens
+        end = self.num_launched + num_tokens
         runs_ahead = end > len(self.tokens)
-        drawn_by, self._place = self._place if runs_ahead else None, place
+        start = min(self.num_launched, len(self.tokens))
+        num_unknown = self.num_launched - start
+        drawn_by, self.place = self.place if runs_ahead else None, place
         self.num_launched = end + len(drafts)
         is_last, pooler = end >= len(self.tokens), self.pooler
         draws_behind = runs_ahead and self.has_state
@@ -252,7 +261,7 @@ class Sequence:
         elif is_last and pooler is None:
             draws = self._draws(given)
         return Row(
-            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else [*self.tokens[start:end], *given],
+            token_ids=[*((UNKNOWN_TOKEN,) if runs_ahead else self.tokens[start:end]), *given],
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
@@ -262,6 +271,7 @@ class Sequence:
             num_drafts=len(drafts),
             drafted_by=pending,
             drawn_by=drawn_by,
+            num_unknown=num_unknown,
             draw_behind=self.draw_behind if draws_behind else None,
             adapter=self.rules.adapter,
         )

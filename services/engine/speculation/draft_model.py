@@ -1,5 +1,6 @@
 """Drafts by a small model with the target's vocabulary, which keeps KV of its own."""
 
+from collections import deque
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -43,29 +44,43 @@ class _Cache:
     drafts                                          |xxxxxx|     of the last step. All but the last
                                                                  have KV, which counts for those
                                                                  that are tokens now
+
+    Where drafts run ahead there may be those of two steps. The first pass of the later ones has
+    computed the KV of the two tokens before them, wherever the earlier ones ended.
     """
 
     chance: Average
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    drafted: Drafts = ()
+    drafted: deque[Drafts] = field(default_factory=deque)
+    """The drafts of steps that were not verified; the first ones are behind num_computed tokens."""
 
-    def verify(self, tokens: Seq[int]) -> list[bool]:
-        """Which of the drafts have become tokens, up to the first that has not. Counts their KV,
-        but not the KV of the last token: the next draft is drawn after it."""
-        right: list[bool] = []
-        new = tokens[self.num_computed : self.num_computed + len(self.drafted)]
-        for draft, token in zip(known(self.drafted), new, strict=False):
-            right.append(draft == token)
-            if draft != token:
-                break
-        num_stored = max(len(self.drafted) - 1, 0)
-        self.num_computed = min(self.num_computed + min(sum(right), num_stored), len(tokens) - 1)
-        self.drafted = ()
+    def verify(self, sequence: Sequence) -> list[bool]:
+        """Which drafts of retired steps have become tokens, up to the first of each step that has
+        not. Counts their KV, but not the KV of the last token: the next draft is drawn after it."""
+        right, tokens = list[bool](), sequence.tokens
+        while self.drafted and len(tokens) > self.num_computed:
+            begin, drafts = self.num_computed, known(self.drafted.popleft())
+            new = tokens[begin : begin + len(drafts)]
+            found = [draft == token for draft, token in zip(drafts, new, strict=False)]
+            num_right = [*found, False].index(False)
+            right += found[: num_right + 1]
+            num_stored = min(num_right, max(len(drafts) - 1, 0))
+            if self.drafted:
+                num_stored = min(num_right + 1, len(tokens) - begin)
+            self.num_computed = begin + num_stored
+        if not sequence.num_unknown:
+            self.drafted.clear()
+        if not self.drafted:
+            self.num_computed = min(self.num_computed, len(tokens) - 1)
         return right
 
-    def is_behind(self, tokens: Seq[int]) -> bool:
-        return len(tokens) - self.num_computed > _AT_MOST_BEHIND
+    def is_behind(self, sequence: Sequence) -> bool:
+        """Whether other tokens have to be computed before those of the next drafts' first pass."""
+        if sequence.num_unknown > 1:  # behind drafts, where they are its own
+            return not self.drafted
+        at_most_behind = 1 if sequence.num_unknown else _AT_MOST_BEHIND
+        return len(sequence.tokens) - self.num_computed > at_most_behind
 
     def next_row(self, tokens: Seq[int], most: int) -> Row:
         """The next tokens to compute, without the last one."""
@@ -86,6 +101,14 @@ class DraftModel:
         host     | launch 1 | launch 2 | launch step | wait |          2 drafts
         device              |  pass 1  |   pass 2    |  step  |
 
+    If it `runs_ahead`, the next step's passes are launched before the host knows which drafts were
+    accepted. The rows are moved on the device, and begin one token earlier, since the last draft
+    has no KV yet if all were accepted.
+
+        tokens      t | d1 | d2 | d3 |                step 1 draws 3 drafts, and accepts d1
+        pass 1        | d1 |  g |                     of step 2: g was drawn behind d1
+        pass 2                  | e1 |
+
     Penalties and grammars depend on the tokens before, so drafts are drawn without them there.
 
     A sequence keeps its blocks until it ends or moves: when the last reference to it is gone. If
@@ -99,8 +122,13 @@ class DraftModel:
         block_size: int,
         context: int,
         launch: Launch | None = None,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
-        """`launch` is of a device that computes beside the engine."""
+        """`launch` is of a device that computes beside the engine. `runs_ahead`: the device can
+        move rows by a number of tokens that only it knows."""
+        self.runs_ahead = runs_ahead
+        self.catches_up = False
         self._compute = compute
         self._launch = launch
         self._block_size = block_size
@@ -118,7 +146,7 @@ class DraftModel:
         cache = self._caches.get(sequence)
         if cache is None:
             return _powers(max(self._chance.value, _FIRST_CHANCE), most)
-        right = cache.verify(sequence.tokens)
+        right = cache.verify(sequence)
         for is_right in right:
             cache.chance.add(is_right)
             self._chance.add(is_right)
@@ -136,22 +164,31 @@ class DraftModel:
         numbers, kept = [], {sequence for sequence, _ in asked}
         for sequence, most in asked:
             cache, tokens = self._cache(sequence), sequence.tokens
-            number = min(most, self._context + 1 - len(tokens))
-            can_run = number > 0 and (left > 0 or not cache.is_behind(tokens))
-            has_blocks = can_run and self._reserve(cache, len(tokens) + number - 1, kept)
-            if has_blocks and cache.is_behind(tokens):
+            num_tokens = len(tokens) + sequence.num_unknown
+            number = min(most, self._context + 1 - num_tokens)
+            can_run = number > 0 and (left > 0 or not cache.is_behind(sequence))
+            has_blocks = can_run and self._reserve(cache, num_tokens + number - 1, kept)
+            if has_blocks and cache.is_behind(sequence) and cache.num_computed < len(tokens) - 1:
                 rows.append(cache.next_row(tokens, left))
                 left -= len(rows[-1].token_ids)
-            numbers.append(number if has_blocks and not cache.is_behind(tokens) else 0)
-        if rows:
+            numbers.append(number if has_blocks and not cache.is_behind(sequence) else 0)
+        self.catches_up = self.runs_ahead and bool(rows)
+        if self.catches_up and self._launch:
+            self._launch(rows)
+        elif rows:
             self._compute(rows)
         return numbers
 
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> Seq[Drafts]:
-        found = self._launched(self._launch, asked) if self._launch else self._computed(asked)
+    def propose(
+        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
+    ) -> Seq[Drafts]:
+        launch = self._launch
+        found = self._launched(launch, asked, behind) if launch else self._computed(asked)
         for (sequence, _), drafted in zip(asked, found, strict=True):
             cache = self._caches[sequence]
-            cache.num_computed, cache.drafted = len(sequence.tokens), drafted
+            if not cache.drafted:
+                cache.num_computed = len(sequence.tokens) + sequence.num_unknown
+            cache.drafted.append(drafted)
         return found
 
     def _computed(self, asked: Seq[tuple[Sequence, int]]) -> list[Drafts]:
@@ -163,7 +200,9 @@ class DraftModel:
             going = [i for i, result in results if _goes_on(drafts[i], result, *asked[i])]
         return [tuple(drafted) for drafted in drafts]
 
-    def _launched(self, launch: Launch, asked: Seq[tuple[Sequence, int]]) -> list[Drafts]:
+    def _launched(
+        self, launch: Launch, asked: Seq[tuple[Sequence, int]], behind: Flight | None
+    ) -> list[Drafts]:
         """Launch all passes. The step that verifies a sequence with penalties or a grammar needs
         its drafts on the host, and waits for them."""
         sources: list[list[tuple[Flight, int]]] = [[] for _ in asked]
@@ -172,7 +211,7 @@ class DraftModel:
             rows = []
             for i in going:
                 drawn_by = sources[i][-1][1] if number else None
-                rows.append(self._row_ahead(asked[i][0], number, drawn_by))
+                rows.append(self._row_ahead(asked[i][0], number, drawn_by, behind))
             flight = launch(rows)
             for place, i in enumerate(going):
                 sources[i].append((flight, place))
@@ -184,15 +223,26 @@ class DraftModel:
             for (sequence, _), drafts in zip(asked, pending, strict=True)
         ]
 
-    def _row_ahead(self, sequence: Sequence, number: int, drawn_by: int | None) -> Row:
+    def _row_ahead(
+        self, sequence: Sequence, number: int, drawn_by: int | None, behind: Flight | None
+    ) -> Row:
         """The row of pass `number`: from pass 1 on it takes the draft that row `drawn_by` of the
-        pass before draws."""
+        pass before draws. It is moved by the step in flight `behind` if that has the sequence."""
         cache, tokens = self._caches[sequence], sequence.tokens
         draws = (_plain(Draw(sequence.rules.sampling, sequence.index)),)
-        if drawn_by is None:
-            return Row(tokens[cache.num_computed :], cache.num_computed, cache.blocks, draws=draws)
-        start = len(tokens) + number - 1
-        return Row((UNKNOWN_TOKEN,), start, cache.blocks, draws=draws, drawn_by=drawn_by)
+        token_ids, start = tokens[cache.num_computed :], cache.num_computed
+        has_unknown = sequence.num_unknown > 0
+        if has_unknown:
+            token_ids, start = [tokens[-1], UNKNOWN_TOKEN], len(tokens) - 1
+        if drawn_by is not None:
+            token_ids, start = [UNKNOWN_TOKEN], len(tokens) + has_unknown + number - 1
+        return Row(
+            *(token_ids, start, cache.blocks),
+            draws=draws,
+            drawn_by=drawn_by,
+            num_unknown=max(0, sequence.num_unknown - 1),
+            behind=(behind, sequence.place) if behind and has_unknown else None,
+        )
 
     def _row(self, sequence: Sequence, drafts: tuple[int, ...]) -> Row:
         """The row that draws the token behind `drafts`."""
@@ -218,7 +268,8 @@ class DraftModel:
                 if other not in kept and num_missing > len(self._free):
                     self._free += unused.blocks
                     unused.blocks.clear()
-                    unused.num_computed, unused.drafted = 0, ()
+                    unused.num_computed = 0
+                    unused.drafted.clear()
         if num_missing > len(self._free):
             return False
         cache.blocks += [self._free.pop() for _ in range(num_missing)]

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
+from services.engine.forward import Flight
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.average import Average
 
@@ -48,7 +49,12 @@ class NgramDrafter:
     A match that ends shortly before the end of the sequence repeats, as a loop does. A match goes
     on, and becomes longer, as long as the tokens behind it come again, whether they were drafts or
     not. So each token tells how good the matches of a length are, and costs nothing to learn from.
+
+    Where the match ends, the next one is found by a token that no draft was, and by all tokens
+    before it. So drafts are proposed once the host knows the tokens.
     """
+
+    runs_ahead = catches_up = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = shortest, longest
@@ -60,14 +66,16 @@ class NgramDrafter:
         if match is None:
             match = self._matches[sequence] = _Match(*self._sizes, self._chances)
         match.update(sequence.tokens)
-        unknown = max(0, sequence.num_launched + 1 - len(sequence.tokens))  # 1 while it is drawn
+        unknown = sequence.num_unknown  # 1 while it is drawn
         chances = match.chances.ahead(match.length, most + unknown) if match.length else []
         return chances[unknown:]
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         return [number for _, number in asked]
 
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def propose(
+        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
+    ) -> list[tuple[int, ...]]:
         return [
             self._matches[sequence].follow(sequence.tokens, number) for sequence, number in asked
         ]

@@ -37,7 +37,9 @@ class Drafting:
     proposing_s: float = 0.0
     launching_s: float = 0.0
     """The time, with the others, in which a device waited for the launch that computes beside the
-    engine: a step without drafts that runs ahead of the step before does not wait."""
+    engine: a step that runs ahead of the step before does not wait."""
+    catches_up: bool = False
+    """Whether the step's own time has what was done to catch up."""
 
 
 @dataclass(slots=True)
@@ -119,9 +121,11 @@ class Payoff:
         """Note the duration of a step of decoding rows, and the time that its drafts took."""
         step = self._cost(num_rows)
         spent_s = max(spent.launching_s, spent.preparing_s + spent.proposing_s)
-        step.observe(num_drafts, duration_s - (spent.preparing_s if num_drafts else spent_s))
-        saved = num_accepted / num_rows + bool(num_drafts)
-        paid_s = duration_s if num_drafts else spent_s
+        if not spent.catches_up:
+            step.observe(num_drafts, duration_s - (spent.preparing_s if num_drafts else spent_s))
+        is_longer = num_drafts > 0 or spent.catches_up
+        saved = num_accepted / num_rows + is_longer
+        paid_s = duration_s if is_longer else spent_s
         self._saved.add(saved - paid_s / max(step.plain_s.value, 1e-9))
 
     def _cost(self, num_rows: int) -> _StepCost:

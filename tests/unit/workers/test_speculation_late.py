@@ -5,16 +5,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from blockstore.records import PoolSpec
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Row, RowResult
 from services.engine.engine import Engine
+from services.engine.forward import CompleteFlight
 from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
+from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Drafting, Payoff
 from services.engine.speculation.speculation import Speculation
@@ -23,6 +28,7 @@ from tests.late_device import LateForward
 
 from .fakes import SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 from .sequences import KEY, SIZE
+from .test_draft_model import Computing
 
 NUM_TOKENS = 41
 DRAW = Draw(SAMPLED, 0)
@@ -36,12 +42,21 @@ class Found:
     num_ahead: int
 
 
-def run(directory: Path, speculation: Speculation | None, arrivals: Seq[int]) -> Found:
-    """The prompts are one token each, and begin after so many steps of the engine."""
+def run(
+    directory: Path,
+    speculation: Speculation | None,
+    arrivals: Seq[int],
+    stop_ids: Seq[int] = (),
+    poison: int | None = None,
+    **changes: Any,
+) -> Found:
+    """The prompts are one token each, and begin after so many steps of the engine. `changes` are of
+    the last one. After the token `poison` nothing is finite."""
     spec = PoolSpec("pool", "model", "fingerprint", 200, SIZE, block_bytes=1)
     stamps = make_stamps(directory / "stamps", spec)
     stamps.mark_owned(range(spec.num_blocks), KEY)
-    device = LateForward(FakeForward(Arena(SIZE, stamps)))
+    model = FakeForward(Arena(SIZE, stamps))
+    device, model.poison = LateForward(model), poison
     engine = Engine(
         *(device, Scheduler(64, 64), stamps),
         look_ahead=8,
@@ -56,7 +71,9 @@ def run(directory: Path, speculation: Speculation | None, arrivals: Seq[int]) ->
             if (wanted := advance.wanted_blocks - group.num_acquired) > 0:
                 commands.append(AddBlocks(advance.key, tuple(islice(new_blocks, wanted))))
         for index in [i for i, arrival in enumerate(arrivals) if arrival == number]:
-            sampling = replace(SAMPLED, max_tokens=NUM_TOKENS)
+            sampling = replace(SAMPLED, max_tokens=NUM_TOKENS, stop_token_ids=tuple(stop_ids))
+            if index == len(arrivals) - 1:
+                sampling = replace(sampling, **changes)
             asked = ticket(f"r{index + 1}", (index + 1,), sampling=sampling)
             rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
             group = Group.to_compute(asked, rules, list(islice(new_blocks, 2)))
@@ -70,10 +87,15 @@ def run(directory: Path, speculation: Speculation | None, arrivals: Seq[int]) ->
                 tokens += [one.token for one in advance.tokens]
                 found.num_steps[advance.key] = found.num_steps.get(advance.key, 0) + 1
     found.num_ahead = device.num_ahead
-    assert found.tokens == {
-        f"h-r{i + 1}": expected((i + 1,), NUM_TOKENS, DRAW) for i in range(len(arrivals))
-    }
+    ends = [*stop_ids, -1 if poison is None else poison]
+    assert found.tokens == {f"h-r{i + 1}": answer(i, ends) for i in range(len(arrivals))}
     return found
+
+
+def answer(index: int, stop_ids: Seq[int] = ()) -> list[int]:
+    tokens = expected((index + 1,), NUM_TOKENS, DRAW)
+    ends = [place for place, token in enumerate(tokens) if token in stop_ids]
+    return tokens[: min(ends, default=NUM_TOKENS) + 1]
 
 
 def drawn_next(one: Sequence, tokens: list[int]) -> int:
@@ -126,3 +148,100 @@ def test_the_time_of_a_step_without_drafts_is_the_device_s() -> None:
         payoff.measured(1, 2, 1, 1.5, Drafting(launching_s=0.5))
     assert payoff.numbers([[0.15]], 1) == [0]
     assert payoff.numbers([[0.27]], 1) == [1]
+
+
+class SometimesRight(Computing):
+    """Its drafts are the target's next tokens, but for those of some contexts."""
+
+    def __init__(self, wrong_every: int) -> None:
+        super().__init__()
+        self._wrong_every = wrong_every
+
+    def _compute(self, row: Row) -> RowResult:
+        result = super()._compute(row)
+        assert isinstance(result, tuple)
+        is_wrong = bool(self._wrong_every) and any(t % self._wrong_every == 0 for t in result)
+        return tuple(abs(token - 1) for token in result) if is_wrong else result
+
+
+class SomeTimes(AsMany):
+    """Allows any numbers of drafts, drawn at random; often none."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
+        return [self._random.choice((0, *range(len(row) + 1))) for row in chances]
+
+
+def drafting(
+    numbers: AsMany, num_tokens: int, wrong_every: int = 0, num_blocks: int = 400
+) -> Speculation:
+    """A draft model on a device as late as the target's."""
+    computing = SometimesRight(wrong_every)
+    forward: Any = SimpleNamespace(
+        launch=lambda rows, *_: CompleteFlight(computing(rows)), on_idle=None
+    )
+    launch = LateForward(forward, most_flights=999).launch
+    model = DraftModel(
+        *(lambda rows: launch(rows).result(), num_blocks, SIZE, 1000, launch), runs_ahead=True
+    )
+    return Speculation(model, num_tokens, numbers)
+
+
+@pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 21), (3, 11), (4, 9)])
+def test_no_step_waits_for_the_host_to_count_accepted_drafts(
+    tmp_path: Path, num_drafts: int, num_steps: int
+) -> None:
+    """All drafts are right. Each sequence takes as few steps as with a host that waits, and one
+    more at its end: a step does not run ahead where it may have nothing to do. Each step but the
+    first and the last takes tokens that the host does not know."""
+    found = run(tmp_path, drafting(AsMany(), num_drafts), STAGGERED)
+    assert max(found.num_steps.values()) <= num_steps + 1
+    num_rows = sum(found.num_steps.values())
+    assert found.num_ahead >= num_rows - 2 * len(STAGGERED)
+
+
+@pytest.mark.parametrize("wrong_every", [2, 3, 7])
+def test_steps_run_ahead_of_drafts_that_are_rejected(tmp_path: Path, wrong_every: int) -> None:
+    """They take about as many steps as a host that waits: nothing is drafted behind tokens that are
+    not there."""
+    found = run(tmp_path, drafting(AsMany(), 4, wrong_every), STAGGERED)
+    waiting = drafting(AsMany(), 4, wrong_every)
+    waiting._drafter.runs_ahead = False  # type: ignore[misc]
+    waited = run(tmp_path, waiting, STAGGERED)
+    assert waited.num_ahead == 0
+    for key, num_steps in waited.num_steps.items():
+        assert found.num_steps[key] <= num_steps + 2
+    assert found.num_ahead >= sum(found.num_steps.values()) - 3 * len(STAGGERED)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_numbers_of_drafts_may_follow_each_other(tmp_path: Path, seed: int) -> None:
+    """Also none, with other sequences' drafts in the same step; and where the draft model has
+    blocks for two of four sequences, so that they lose its KV while drafts are in flight."""
+    num_blocks = 28 if seed % 2 else 400
+    run(tmp_path, drafting(SomeTimes(seed), 4, seed % 5, num_blocks), STAGGERED)
+
+
+def test_a_sequence_that_ends_among_drafts_drops_the_step_behind(tmp_path: Path) -> None:
+    stop_ids = [answer(0)[6], answer(1)[11], answer(3)[20]]
+    found = run(tmp_path, drafting(AsMany(), 4, 3), STAGGERED, stop_ids)
+    assert len(found.tokens["h-r1"]) == 7
+
+
+def test_steps_behind_drafts_with_penalties_wait_for_the_host(tmp_path: Path) -> None:
+    """Until that sequence has ended, so all wait with it, and share their steps."""
+    found = run(
+        tmp_path, drafting(AsMany(), 4), STAGGERED, repetition_penalty=1.5, max_tokens=NUM_TOKENS
+    )
+    assert 0 < found.num_ahead < 16
+    assert max(found.num_steps.values()) <= 11
+
+
+@pytest.mark.parametrize("place", [5, 6, 7, 8, 9])
+def test_a_fault_behind_accepted_drafts_fails_its_request_alone(tmp_path: Path, place: int) -> None:
+    """The step in flight goes on behind the last token that was drawn, as the host does."""
+    poison = answer(1)[place]
+    found = run(tmp_path, drafting(AsMany(), 4), STAGGERED, poison=poison)
+    assert len(found.tokens["h-r2"]) == place + 1
