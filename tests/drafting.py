@@ -47,11 +47,11 @@ class Oracle:
         return tuple(drafts)
 
     def _is_wrong(self, sequence: Sequence, position: int) -> bool:
-        return is_wrong(sequence, position, self._wrong_every)
+        return is_wrong(sequence.index, position, self._wrong_every)
 
 
-def is_wrong(sequence: Sequence, position: int, wrong_every: int) -> bool:
-    chance = (position * 7919 + sequence.index * 104_729) % 1009
+def is_wrong(index: int, position: int, wrong_every: int) -> bool:
+    chance = (position * 7919 + index * 104_729) % 1009
     return bool(wrong_every) and chance % wrong_every == 0
 
 
@@ -73,7 +73,7 @@ class SometimesWrong:
 
     def _changed(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(
-            abs(draft - 1) if is_wrong(sequence, position, self._wrong_every) else draft
+            abs(draft - 1) if is_wrong(sequence.index, position, self._wrong_every) else draft
             for position, draft in enumerate(drafts, len(sequence.tokens) + 1)
         )
 

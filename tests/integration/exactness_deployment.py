@@ -255,7 +255,7 @@ class ExactnessDeployment:
         is_late = self.setting.device is LateForward
         draft = draft_model(model, ops, arena, self.setting.block_size, is_late=is_late)
         self.draft_models[name] = draft
-        return Speculation(SometimesWrong(draft, 2), 2, AsMany())
+        return Speculation(draft if is_late else SometimesWrong(draft, 2), 2, AsMany())
 
     def _next_known(self, sequence: DecodingSequence, tokens: list[int]) -> int | None:
         """The next token of the compared request. Other requests get drafts that are hardly ever

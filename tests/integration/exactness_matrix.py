@@ -150,6 +150,8 @@ the conditions `OF_LOGITS`."""
 
 def sample(name: str) -> Sequence[str]:
     setting = CONDITIONS[name].setting
+    if setting.has_draft_model and setting.device is LateForward:
+        return (*SMALL_SAMPLE, "greedy")
     is_special = setting.adapts or setting.kv_in_int8 or setting.has_draft_model
     if is_special or name.startswith(OF_LOGITS):
         return SMALL_SAMPLE

@@ -15,12 +15,13 @@ import torch
 import kvops
 from kvops.native import Lane
 from services.engine.batch import Fault, Row, RowOutput, RowResult
-from services.engine.forward import Flight
+from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.speculation.draft_model import DraftModel
 from services.gateway.workers.models import catalog
+from tests.drafting import is_wrong
 from tests.exactness import SEED
 from tests.late_device import LateForward
 
@@ -63,9 +64,11 @@ def draft_model(
     model: Model, ops: Any, arena: torch.Tensor, block_size: int, *, is_late: bool
 ) -> DraftModel:
     """The model as its own draft model, with KV in blocks like those of `arena`. `is_late`: it
-    launches all passes of a step before it has a draft."""
+    launches all passes of a step before it has a draft, and runs ahead of the target's step; every
+    second of its drafts is wrong then."""
     private = torch.full((NUM_DRAFT_BLOCKS, *arena.shape[1:]), float("nan"), dtype=arena.dtype)
-    runner = Runner(model, private, block_size, ops)
+    runner_type = HalfWrong if is_late else Runner
+    runner = runner_type(model, private, block_size, ops)
 
     forward = LateForward(runner, most_flights=64) if is_late else runner
 
@@ -73,7 +76,28 @@ def draft_model(
         return forward.launch(rows).result()
 
     launch = forward.launch if is_late else None
-    return DraftModel(compute, NUM_DRAFT_BLOCKS, block_size, context=512, launch=launch)
+    return DraftModel(
+        compute, NUM_DRAFT_BLOCKS, block_size, context=512, launch=launch, runs_ahead=is_late
+    )
+
+
+class HalfWrong(Runner):
+    """A draft model's runner that changes every second token that it draws."""
+
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Flight:
+        results = super().launch(rows, copies, num_waiting).result()
+        return CompleteFlight([_half_wrong(*each) for each in zip(rows, results, strict=True)])
+
+
+def _half_wrong(row: Row, result: RowResult) -> RowResult:
+    position = row.start + len(row.token_ids) + 1
+    if not row.draws or not isinstance(result, tuple):
+        return result
+    if not is_wrong(row.draws[0].sequence_index, position, 2):
+        return result
+    return tuple(abs(token - 1) for token in result)
 
 
 def _drawn_after_wrong_draft(

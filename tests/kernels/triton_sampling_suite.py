@@ -357,7 +357,7 @@ def test_draws_behind_drafts_that_the_device_accepts_have_their_own_random_numbe
 ) -> None:
     """The position of a draw, by which it is drawn, is known to the device alone. With noise, some
     drafts are wrong. No step but the first of a request, and one behind its end, waits."""
-    kinds = ({}, {"top_k": 5}, {"logprobs": 2}, {"temperature": 0.0})
+    kinds: Sequence[dict[str, Any]] = ({}, {"top_k": 5}, {"logprobs": 2}, {"temperature": 0.0})
     plain, _ = engine_tokens(runs_ahead=True, kinds=kinds, has_grammars=False)
     draft, numbers = LateRunner(90, noise), Counting()
     model = DraftModel(
