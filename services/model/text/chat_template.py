@@ -16,7 +16,7 @@ from services.model.config.json_fields import read_text
 from services.model.gguf.file import GgufFile, gguf_file
 from services.model.gguf.tokenizer import gguf_chat_template
 from services.model.text.added_tokens import TOKENIZER_CONFIG_FILE, read_tokenizer_config
-from services.model.text.template_bounds import BoundedEnvironment, bounded, time_bound
+from services.model.text.template_bounds import BoundedEnvironment, time_bound
 from services.runtime.errors import InvalidRequest, StartupError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -149,7 +149,7 @@ def _environment() -> BoundedEnvironment:
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = bounded("tojson", _to_json)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
