@@ -242,7 +242,7 @@ async def test_clients_show_certificates_where_a_ca_is_given(
     files = {"CERT": "gateway.crt", "KEY": "gateway.key"}
     settings = {f"PUBLIC_TLS_{name}": str(tmp_path / file) for name, file in files.items()}
     settings["PUBLIC_CLIENT_CA"] = str(tmp_path / "ca.crt")
-    gateway = await launch(stack, valkey.url, short_path, waits=False, **settings)
+    gateway = await launch(stack, valkey.url, short_path, None, waits=False, **settings)
     shown = Tls(tmp_path / "ca.crt", tmp_path / "client.crt", tmp_path / "client.key")
     async with AsyncClient(gateway.address, tls=shown) as client:
         assert not await until(client.is_ready, lambda _: True, not_yet=(QuireError,))
