@@ -8,18 +8,13 @@ from torch import Tensor
 import kvops
 from bench.gpu.experts import randn, weights_of
 from kvops.experts import ExpertWeights
-from kvops.native import Experts, Kind, NativeCpu, PackedLinear, emulated_kernels, usable_kernels
+from kvops.native import Experts, Kind, NativeCpu, PackedLinear
 from kvops.quantized import joined
 
 EPS = 1e-6
 NAN = float("nan")
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "int4-32")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4-32": 0.3}
-
-
-@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
-def cpu(request: pytest.FixtureRequest) -> NativeCpu:
-    return NativeCpu(1, request.param)
 
 
 def matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu.experts import randn
 from kvops import int8_kv
 from kvops.native import NativeCpu, emulated_kernels, usable_kernels
 from kvops.reference import ReferenceKernels
@@ -12,10 +13,6 @@ from kvops.reference import ReferenceKernels
 NAN, INF = float("nan"), float("inf")
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 20, 3, 4
 SLOTS = torch.tensor([3, -1, 0, 14, 8])
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def arena() -> Tensor:

@@ -13,7 +13,7 @@ import kvops
 from bench.gpu import paged
 from bench.gpu.paged import Geometry, PagedBatch, corrupt, paged_batch
 from kvops import Backend
-from kvops.native import NativeCpu, emulated_kernels, usable_kernels
+from kvops.native import NativeCpu
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = pytest.mark.parametrize(
@@ -37,11 +37,6 @@ ROWS = [(1, 1), (1, 64), (1, 65), (40, 40), (0, 20), (130, 200), (5, 90), (1, 30
 WINDOWS = [1, 5, 64, 100, 1000]
 MASKS = [*((window, 0.0) for window in WINDOWS), (None, 0.4), (None, 0.0), (100, 20.0)]
 FULL = pytest.mark.full
-
-
-@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
-def cpu(request: pytest.FixtureRequest) -> NativeCpu:
-    return NativeCpu(1, request.param)
 
 
 def attend(

@@ -7,22 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops.native import Kind, NativeCpu, emulated_kernels, usable_kernels
+from kvops.native import Kind, NativeCpu
+
+from .test_ops import randn
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")
 FLOATS = pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4-32", "int4-128"])
 ROW_COUNTS = [*range(1, 30), 47, 64, 70]  # more than two tiles of any instruction set
-
-
-@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
-def cpu(request: pytest.FixtureRequest) -> NativeCpu:
-    return NativeCpu(1, request.param)
-
-
-def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def dtype_of(kind: Kind) -> torch.dtype:

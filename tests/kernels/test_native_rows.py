@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops.native import NativeCpu, emulated_kernels, usable_kernels
+from bench.gpu.experts import randn
+from kvops.native import NativeCpu
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -13,15 +14,6 @@ NAN, INF = float("nan"), float("inf")
 EPS = 1e-6
 # Of a result's magnitude: roundings in fp32, and one to bf16.
 ERROR = {FP32: 1e-6, BF16: 2**-8 + 1e-6}
-
-
-@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
-def cpu(request: pytest.FixtureRequest) -> NativeCpu:
-    return NativeCpu(1, request.param)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def norm(cpu: NativeCpu, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu.experts import randn
 from kvops.native import Kind, NativeCpu, emulated_kernels, usable_kernels
 from services.worker.config import WorkerSettings
 
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.skipif(not TILES, reason="neither AMX nor AVX2, which e
 @pytest.fixture(scope="module", params=TILES)
 def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(*shape: int, exponents: float, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.experts import randn
 from kvops import int4, int8
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
@@ -30,18 +31,9 @@ ISAS = [*usable_kernels(), *emulated_kernels()]
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=ISAS)
-def cpu(request: pytest.FixtureRequest) -> NativeCpu:
-    return NativeCpu(1, request.param)
-
-
 def has_tiles(cpu: NativeCpu) -> bool:
     """Whether linears multiply bf16 by tiles, instead of 16-bit integers."""
     return cpu.isa.startswith("amx")
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def quantize(weight: Tensor, kind: Kind) -> Any:

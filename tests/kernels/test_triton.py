@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+EVERY_BACKEND = "test_attention.py", "test_ops.py"
+"""The files whose tests every backend must pass."""
+
 PARTS = [
     pytest.param(
         "not attends and not slides and (not caps or mixed)", id="all but the large matrices"
@@ -43,14 +46,14 @@ def test_steps_from_graphs_have_the_tokens_of_transformers(marks: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_s_kernels_agree_with_the_reference(marks: str, part: str) -> None:
-    assert_passes(marks, "triton_suite.py", "-k", part)
+    assert_passes(marks, *EVERY_BACKEND, "triton_suite.py", selected=part)
 
 
-def assert_passes(marks: str, suite: str, *selection: str) -> None:
-    plugin = ("-p", "tests.kernels.triton_interpreter")
-    path = str(Path(__file__).with_name(suite))
+def assert_passes(marks: str, *suites: str, selected: str = "") -> None:
+    plugin, selection = ("-p", "tests.kernels.triton_interpreter"), ("-m", marks, "-k", selected)
+    paths = [str(Path(__file__).with_name(suite)) for suite in suites]
     interpreted = subprocess.run(
-        [sys.executable, "-m", "pytest", "--quiet", *plugin, "-m", marks, *selection, path],
+        [sys.executable, "-m", "pytest", "--quiet", *plugin, *selection, *paths],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

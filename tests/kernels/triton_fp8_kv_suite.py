@@ -10,9 +10,6 @@ from kvops import Backend, fp8
 from kvops.step import HeadNorms
 
 from .test_attention import TOLERANCE
-from .triton_suite import ops
-
-__all__ = ["ops"]
 
 FP8 = torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

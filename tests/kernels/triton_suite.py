@@ -1,14 +1,12 @@
-"""The tests that Triton's kernels must pass in Triton's interpreter. pytest does not collect this
-file: `test_triton.py` runs it. (`bench/gpu_check.sh` is for a GPU.)"""
+"""The tests that Triton's kernels must pass in Triton's interpreter, beside those of every backend.
+pytest does not collect this file: `test_triton.py` runs it. (`bench/gpu_check.sh` is for a GPU.)"""
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-import kvops
 from bench.gpu.experts import in_dtype, randn, weights_of
 from bench.gpu.linears import packed
 from bench.gpu.paged import Geometry, attend, paged_batch
@@ -21,64 +19,9 @@ from kvops.triton.expert_tiles import ROWS, Row, Shape, Tiles, tiles_for
 from kvops.triton.experts import experts
 
 from . import flash_stand_in
-from .test_attention import (
-    TOLERANCE,
-    test_a_window_of_one_is_the_value_of_the_query_s_own_position,
-    test_every_backend_attends_as_the_reference,
-    test_every_backend_caps_scores_as_the_reference,
-    test_every_backend_slides_the_window_as_the_reference,
-    test_queries_may_be_a_strided_view,
-)
-from .test_ops import (
-    test_add_rms_norm_adds_in_place_and_norms_the_sum,
-    test_copy_blocks_from_another_arena,
-    test_copy_blocks_reads_every_source_before_it_writes,
-    test_copying_no_blocks_changes_nothing,
-    test_linear,
-    test_rms_norm,
-    test_rms_norm_of_zeros_is_zero,
-    test_rms_norm_takes_weights_in_fp32,
-    test_rope_turns_queries_and_keys_in_place,
-    test_rope_turns_the_first_dimensions_of_heads,
-    test_silu_mul_and_gelu_mul_take_halves_of_a_fused_tensor,
-    test_store_heads_norms_turns_and_stores,
-    test_store_heads_refuses_norms_of_other_widths,
-    test_store_kv_of_nothing_at_all,
-    test_store_kv_writes_its_slots_and_nothing_else,
-)
-from .triton_interpreter import compute_bf16_as_a_gpu
-
-__all__ = [
-    "test_a_window_of_one_is_the_value_of_the_query_s_own_position",
-    "test_add_rms_norm_adds_in_place_and_norms_the_sum",
-    "test_copy_blocks_from_another_arena",
-    "test_copy_blocks_reads_every_source_before_it_writes",
-    "test_copying_no_blocks_changes_nothing",
-    "test_every_backend_attends_as_the_reference",
-    "test_every_backend_caps_scores_as_the_reference",
-    "test_every_backend_slides_the_window_as_the_reference",
-    "test_linear",
-    "test_queries_may_be_a_strided_view",
-    "test_rms_norm",
-    "test_rms_norm_of_zeros_is_zero",
-    "test_rms_norm_takes_weights_in_fp32",
-    "test_rope_turns_queries_and_keys_in_place",
-    "test_rope_turns_the_first_dimensions_of_heads",
-    "test_silu_mul_and_gelu_mul_take_halves_of_a_fused_tensor",
-    "test_store_heads_norms_turns_and_stores",
-    "test_store_heads_refuses_norms_of_other_widths",
-    "test_store_kv_of_nothing_at_all",
-    "test_store_kv_writes_its_slots_and_nothing_else",
-]
+from .test_attention import TOLERANCE
 
 SMALL = Geometry(block_size=16, num_heads=2, num_kv_heads=1, head_dim=16)
-
-
-@pytest.fixture(scope="session")
-def ops() -> Iterator[Backend]:
-    with pytest.MonkeyPatch.context() as patch:
-        compute_bf16_as_a_gpu(patch)
-        yield kvops.backend("triton")
 
 
 @pytest.fixture
