@@ -235,3 +235,10 @@ async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
             return harness
 
         yield make
+
+
+@pytest.fixture
+async def harness(make_harness: Callable[..., Any]) -> GatewayHarness:
+    """A gateway with a worker of each kind."""
+    made: GatewayHarness = await make_harness(FakePrefill(), FakeDecode())
+    return made

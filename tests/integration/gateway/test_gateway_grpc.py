@@ -12,12 +12,7 @@ from services.gateway.grpc.service import SERVICE_NAME
 from services.runtime.rpc.transport import open_channel
 from tests.waiting import until
 
-from .fakes import FakeDecode, FakePrefill, expected
-
-
-@pytest.fixture
-async def harness(make_harness: Any) -> Any:
-    return await make_harness(FakePrefill(), FakeDecode())
+from .fakes import expected
 
 
 async def test_text_and_chat_are_tokenized_as_the_model_has_it(harness: Any) -> None:

@@ -21,13 +21,6 @@ from services.runtime.rpc.transport import RpcServer, from_rpc_error, open_chann
 from tests.secret import SECRET, guard
 from tests.waiting import until
 
-from .fakes import FakeDecode, FakePrefill
-
-
-@pytest.fixture
-async def harness(make_harness: Any) -> Any:
-    return await make_harness(FakePrefill(), FakeDecode())
-
 
 class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
     """A block manager that knows one operation and one worker."""

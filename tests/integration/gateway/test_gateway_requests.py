@@ -35,11 +35,6 @@ FORM = Structure(StructureKind.REGEX, "a+")
 ODD_TAG = r'{"format": {"type": "any_text", "\ud800": 1}}'
 
 
-@pytest.fixture
-async def harness(make_harness: Any) -> Any:
-    return await make_harness(FakePrefill(), FakeDecode())
-
-
 async def refused(harness: Any, request: GenerationRequest) -> Exception:
     """The error that refuses the request; a good request is served right after it."""
     with pytest.raises(InvalidRequest) as error:

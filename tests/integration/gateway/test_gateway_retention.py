@@ -28,12 +28,6 @@ OTHER = Caller(key="bob", tenant="other")
 PREEMPTED = Requeue.REASON_PREEMPTED
 
 
-@pytest.fixture
-async def harness(make_harness: Any) -> GatewayHarness:
-    made: GatewayHarness = await make_harness(FakePrefill(), FakeDecode())
-    return made
-
-
 async def usage_of(harness: GatewayHarness, **fields: Any) -> Usage:
     fields = {"prompt": LONG, "retain": (HOUR,), "request_id": ""} | fields
     last = await Call(harness.gateway, asked(**fields)).result()

@@ -1,6 +1,6 @@
 """A gateway whose workers generate the test's text, and OpenAI's own client."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import GatewayHarness, write_model
 from tests.integration.gateway.fakes import decode, prefill
 
@@ -68,11 +67,6 @@ def model_dir(tmp_path: Path) -> Path:
     write_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path
-
-
-@pytest.fixture
-async def harness(make_harness: Callable[..., Awaitable[GatewayHarness]]) -> GatewayHarness:
-    return await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
 
 
 @pytest.fixture
