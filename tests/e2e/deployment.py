@@ -11,9 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from quire.client import Client
 from quire.connections import Tls
@@ -159,18 +156,3 @@ def serving(
 
 def remove(run_root: Path) -> None:
     subprocess.run(["rm", "-rf", str(run_root)], check=True)
-
-
-def deploying(*options: str, num_gateways: int = 1) -> Any:
-    """The fixture of a module's tests: a deployment of the checkpoint of the fixture `checkpoint`,
-    with these options of `quire serve`."""
-
-    @pytest.fixture(scope="module")
-    def deployment(
-        checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[Deployment]:
-        folder = tmp_path_factory.mktemp("run")
-        with serving(checkpoint, folder, *options, num_gateways=num_gateways) as running:
-            yield running
-
-    return deployment

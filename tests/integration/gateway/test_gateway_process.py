@@ -240,7 +240,9 @@ async def test_clients_show_certificates_where_a_ca_is_given(
     """Over gRPC and over HTTP."""
     write_certificates(tmp_path, hosts=["127.0.0.1"], clients=["client"])
     files = {"CERT": "gateway.crt", "KEY": "gateway.key"}
-    settings = {f"PUBLIC_TLS_{name}": str(tmp_path / file) for name, file in files.items()}
+    settings: dict[str, Any] = {
+        f"PUBLIC_TLS_{name}": str(tmp_path / file) for name, file in files.items()
+    }
     settings["PUBLIC_CLIENT_CA"] = str(tmp_path / "ca.crt")
     gateway = await launch(stack, valkey.url, short_path, None, waits=False, **settings)
     shown = Tls(tmp_path / "ca.crt", tmp_path / "client.crt", tmp_path / "client.key")

@@ -11,7 +11,6 @@ import pytest
 from quire.types import Beam
 from quire.v1 import prefill_pb2
 from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest, RequestedSampling
-from services.gateway.chat import admission
 from services.gateway.chat.admission import resolve_max_tokens
 from services.gateway.output import output
 from services.gateway.workers.directory import ModelPools
@@ -180,14 +179,25 @@ async def test_an_absent_seed_is_drawn_and_a_given_one_kept(harness: Any, monkey
 
 
 async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
-    harness: Any, monkeypatch: Any
+    make_harness: Any,
 ) -> None:
-    """It was admitted for a pool that is gone since."""
-    with monkeypatch.context() as before:
-        before.setattr(admission, "resolve_max_tokens", lambda *_, default: POOL_TOKENS)
-        with pytest.raises(PromptTooLong, match="the pool has"):
-            await Call(harness.gateway, asked()).result()
-    await Call(harness.gateway, asked("next")).result()
+    """It was admitted for a pool that is gone since, and the model has a smaller one."""
+    decode = FakeDecode(num_slots=1)
+    harness = await make_harness(FakePrefill(), decode)
+    decode.pause_after = 2
+    other = Call(harness.gateway, asked("other"))
+    await until(lambda: "other" in decode.running)
+    large = Call(harness.gateway, asked("large", max_tokens=200))
+    await harness.num_waiting(1)
+    await harness.store.register_pool(replace(SPEC, pool_id="small", num_blocks=4))
+    smaller = FakePrefill("prefill-2", pool_id="small"), FakeDecode("decode-2", pool_id="small")
+    await harness.add(*smaller)
+    for name in ("prefill-1", "decode-1"):
+        await harness.registry.withdraw(name)
+    with pytest.raises(PromptTooLong, match="the pool has 4"):
+        await large.result()
+    await other.result()
+    assert other.tokens == expected(PROMPT, 8)
 
 
 async def test_only_equal_salts_share_prefixes(make_harness: Any) -> None:
