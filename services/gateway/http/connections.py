@@ -57,8 +57,8 @@ class Departure:
 class Connections:
     """The open connections of a server, and the ASGI application that they call, which calls `app`.
 
-    Beyond the limit, the first request of a connection is answered with 503. A request whose client
-    has gone is cancelled.
+    At the limit, a new connection replaces the one that has been idle longest, so that idle ones
+    keep no client out. If none is idle, the request of the new one is answered with 503.
     """
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, departure: Departure) -> None:
@@ -66,9 +66,18 @@ class Connections:
         self._departure = departure
         self.limits = limits
         self.open: set[Connection] = set()
+        self.idle: dict[Connection, None] = {}
+        """The connections without a request, the longest idle first."""
+
+    def add(self, connection: "Connection") -> None:
+        if len(self.open) >= self.limits.max_connections and self.idle:
+            next(iter(self.idle)).abort()
+        self.open.add(connection)
+        self.idle[connection] = None
 
     def remove(self, connection: "Connection") -> None:
         self.open.discard(connection)
+        self.idle.pop(connection, None)
         self.check_departure()
 
     def check_departure(self) -> None:
@@ -90,18 +99,19 @@ class Connections:
             await send(message)
 
         departs = self._departure.begun.is_set()
+
         connection.begin()
         try:
-            answer = self._refusal(scope) or self._app
+            answer = self._refusal(scope, connection) or self._app
             await answer(scope, receive_counted, send_last if departs else send)
-        except asyncio.CancelledError:
-            if connection in self.open:
-                raise  # the server ends
         finally:
-            connection.request = None
+            connection.end()
 
-    def _refusal(self, scope: Scope) -> Json | None:
+    def _refusal(self, scope: Scope, connection: "Connection") -> Json | None:
         close = {"Connection": "close"}
+        if connection.is_pipelining:
+            text = "send one request after another: this server answers no pipelined requests"
+            return Json(http_error(400, text), 400, close)
         num_bytes = sum(len(name) + len(value) + len(":\r\n") for name, value in scope["headers"])
         if num_bytes + len(scope["raw_path"]) + len(scope["query_string"]) > MAX_HEAD_BYTES:
             text = f"the headers take more than {MAX_HEAD_BYTES} bytes"
@@ -122,14 +132,12 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self.num_allowed = 0
         """Bytes that may still arrive."""
-        self.request: asyncio.Task[Any] | None = None
-        """The task that answers a request now."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.set_write_buffer_limits(high=self._connections.limits.max_unsent_bytes)
-        self._connections.open.add(self)
+        self._connections.add(self)
         self._expect_head()
         self._http.connection_made(transport)
 
@@ -137,8 +145,6 @@ class Connection(asyncio.Protocol):
         self._connections.remove(self)
         self._stop_timer()
         self._http.connection_lost(exc)
-        if self.request is not None:
-            self.request.cancel()
 
     def data_received(self, data: bytes) -> None:
         cycle = self._http.cycle
@@ -150,6 +156,10 @@ class Connection(asyncio.Protocol):
             # A server may ignore `Upgrade`. httptools would take the body for another protocol's.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head) + end + rest
+        elif not cycle.more_body:
+            # uvicorn would tell only the last of several requests that the client has left.
+            self.abort()
+            return
         if self.num_allowed < 0:
             self.abort()
             return
@@ -163,18 +173,29 @@ class Connection(asyncio.Protocol):
         self._http.resume_writing()
 
     def abort(self) -> None:
+        self._connections.remove(self)
         self._transport.abort()
 
     def begin(self) -> None:
         """The application begins to answer a request."""
         self._stop_timer()
-        self.request = asyncio.current_task()
+        self._connections.idle.pop(self, None)
+
+    def end(self) -> None:
+        """A request has its answer."""
+        if self in self._connections.open:
+            self._connections.idle[self] = None
 
     def _speak_http_1_0(self) -> None:
         """Uses uvicorn's other protocol, which sends no chunks to a client of HTTP/1.0."""
         self._http.connections.discard(self._http)
         self._http = H11Protocol(*self._of_http)
         self._http.connection_made(self._transport)
+
+    @property
+    def is_pipelining(self) -> bool:
+        """Whether the client has sent a request before the answer to another one."""
+        return bool(getattr(self._http, "pipeline", ()))
 
     def _expect_head(self) -> None:
         self.num_allowed = _MAX_FRAMING_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from .conftest import FakeGenerator, soon
+from .conftest import FakeGenerator
 from .raw import HEALTH, connected, post
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -66,19 +66,26 @@ async def test_headers_have_64_kib(port: int, num_before: int, version: bytes) -
             assert (await connection.answer()).status == status
 
 
-async def test_pipelined_requests_are_answered_in_turn(port: int, generator: FakeGenerator) -> None:
-    """If their client leaves, the one that is being answered ends, and the others do not begin."""
+@pytest.mark.parametrize("first", [HEALTH, post(PROMPT)])
+async def test_pipelined_requests_are_refused(
+    port: int, generator: FakeGenerator, first: bytes
+) -> None:
+    """Those that come together with an answer, and one that comes later with the connection's
+    end."""
     async with connected(port) as connection:
-        connection.send(post(PROMPT) + HEALTH * 3)
-        statuses = [(await connection.answer()).status for _ in range(4)]
-        assert statuses == [200] * 4
+        connection.send(first + HEALTH * 10_000)
+        answer = await connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert "one request after another" in answer.error["message"]
+        assert await connection.closed() == b""
+    assert generator.requests == []
     generator.pause_at = 1
-    async with soon():
-        async with connected(port) as connection:
-            connection.send(post(PROMPT) + post(PROMPT))
-            await generator.paused.wait()
+    async with connected(port) as connection:
+        connection.send(post(PROMPT))
+        await generator.paused.wait()
+        connection.send(HEALTH)
         await generator.closed.wait()
-    assert len(generator.requests) == 2
+        assert await connection.closed() == b""
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:

@@ -170,7 +170,7 @@ async def test_leaving_in_the_body_is_no_error(generator: FakeGenerator) -> None
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_too_large_body_is_answered(generator: FakeGenerator, chunked: bool) -> None:
-    """Once the client has sent it, which reads no answer before. Its connection goes on."""
+    """Although the client still sends when the answer comes. Then its connection closes."""
     length = MAX_BODY_BYTES + MIB
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     if chunked:
@@ -181,8 +181,8 @@ async def test_a_too_large_body_is_answered(generator: FakeGenerator, chunked: b
         connection.send(head + b"x" * length + chunked * b"\r\n0\r\n\r\n")
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        connection.send(HEALTH)
-        assert (await connection.answer()).status == 200
+        assert answer.headers["connection"] == "close"
+        assert await connection.closed() == b""
 
 
 async def test_an_endless_body_closes_the_connection(generator: FakeGenerator) -> None:
@@ -227,8 +227,21 @@ async def test_bodies_take_a_bounded_amount_of_memory(generator: FakeGenerator) 
 # Connections
 
 
-async def test_too_many_connections_are_refused(generator: FakeGenerator) -> None:
-    """When one of the others has gone, there is room again."""
+async def test_idle_connections_do_not_keep_clients_out(generator: FakeGenerator) -> None:
+    """At the limit, a new connection replaces the one that was idle longest."""
+    async with serving(generator, max_connections=4) as port, AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(connected(port)) for _ in range(4)]
+        opened[0].send(HEALTH)
+        await opened[0].answer()
+        for _ in range(2):
+            await ask_health(port)
+        assert await opened[1].closed() == b""
+        opened[0].send(HEALTH)
+        assert (await opened[0].answer()).status == 200
+
+
+async def test_too_many_busy_connections_are_refused(generator: FakeGenerator) -> None:
+    """When one of the others has its answer, there is room again."""
     generator.pause_at = 1
     async with serving(generator, max_connections=2) as port:
         async with connected(port) as one, connected(port) as two:
