@@ -1,6 +1,8 @@
 """Converts sampling parameters to protobuf messages and back.
 
-Floats have 32 bits in messages: a value that was in a message once does not change any more.
+Floats have 32 bits in messages: a value that was in a message once does not change any more. The
+gateway has checked the parameters that it sends; here are checks of what a client sends in the same
+messages, and of what takes memory at a worker or would end its step.
 """
 
 from collections.abc import MutableMapping, MutableSequence
@@ -8,9 +10,16 @@ from dataclasses import fields
 from typing import Any
 
 from quire.v1 import sampling_pb2, ticket_pb2
-from services.model.structured.structure import Structure
-from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS
-from services.protocol.ticket import BeamParams, EarlyStopping, SamplingParams
+from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
+from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require
+from services.protocol.logprobs import MAX_LOGPROBS
+from services.protocol.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    BeamParams,
+    EarlyStopping,
+    SamplingParams,
+)
 
 _CONVERTED = {"logit_bias", "bad_words", "structure", "beam"}
 _SAME = {f.name for f in fields(SamplingParams)} - _CONVERTED
@@ -31,6 +40,9 @@ def given_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
 
 def sampling_from_wire(ticket: ticket_pb2.Ticket) -> SamplingParams:
     message = ticket.sampling
+    require(message.max_tokens > 0, "max_tokens is 0")
+    require(message.top_k >= 0, f"top_k is {message.top_k}")
+    num_top_from_wire(message.logprobs)
     given = {name: value for name, value in given_fields(message).items() if name in _SAME}
     return SamplingParams(
         **given,
@@ -42,11 +54,16 @@ def sampling_from_wire(ticket: ticket_pb2.Ticket) -> SamplingParams:
 
 
 def structure_from_wire(message: sampling_pb2.SamplingParams) -> Structure | None:
-    """Raises InvalidRequest if the kind is unknown."""
+    """Raises InvalidRequest if the kind is unknown, or the text too long."""
     if not message.HasField("structured_output"):
         return None
-    asked = message.structured_output
-    return Structure(STRUCTURE_KINDS.member(asked.kind, "structured_output: kind"), asked.text)
+    kind, text = message.structured_output.kind, message.structured_output.text
+    size = len(text.encode())
+    require(
+        size <= MAX_STRUCTURE_BYTES,
+        f"structured_output has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
+    )
+    return Structure(STRUCTURE_KINDS.member(kind, "structured_output: kind"), text)
 
 
 def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:
@@ -55,6 +72,17 @@ def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStoppin
 
 
 def _beam_from_wire(message: sampling_pb2.SamplingParams) -> BeamParams:
-    beam = message.beam
+    beam, num_returned = message.beam, message.n
+    require(
+        0 < num_returned <= beam.width <= MAX_BEAM_WIDTH, f"{num_returned} of {beam.width} beams"
+    )
+    penalty = beam.length_penalty
+    require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
     early_stopping = early_stopping_from_wire(beam.early_stopping)
-    return BeamParams(beam.width, message.n, beam.length_penalty, early_stopping)
+    return BeamParams(beam.width, num_returned, penalty, early_stopping)
+
+
+def num_top_from_wire(number: int) -> int:
+    """How many of the likeliest tokens to report. Raises InvalidRequest if above MAX_LOGPROBS."""
+    require(number <= MAX_LOGPROBS, f"logprobs is {number}")
+    return number

@@ -5,6 +5,7 @@ protobuf messages and back.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
@@ -142,6 +143,11 @@ class SamplingParams(SamplingNumbers[float, int]):
         for name, number in NUMBERS.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, number.neutral)
+
+    def named_token_ids(self) -> Iterator[int]:
+        """All token ids that any parameter names."""
+        biased = (token_id for token_id, _ in self.logit_bias)
+        return chain(self.stop_token_ids, biased, self.allowed_token_ids, *self.bad_words)
 
     def samples_like(self, other: "SamplingParams") -> bool:
         """Whether both choose the same tokens. Greedy parameters may differ in the seed."""

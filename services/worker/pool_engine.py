@@ -155,14 +155,26 @@ class PoolEngine:
         return self.grammars.get(structure)
 
     def check_ticket(self, ticket: Ticket, num_drawn: int = 1) -> None:
-        """Raises InvalidRequest if this worker's settings differ from those that the gateway knows:
-        it takes no adapters, has no tokenizer, or its context leaves no token to draw. Each
-        sequence draws at least `num_drawn` tokens."""
+        """Raises InvalidRequest if this worker cannot compute a ticket: it is for another pool, the
+        ticket or its sampling parameters name a token id beyond the vocabulary, or its tokens leave
+        none to draw. Each sequence draws at least `num_drawn` tokens."""
+        if ticket.pool_id != self.pool_id:
+            raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
+        prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]
+        finished = () if ticket.beams is None else (one.token_ids for one in ticket.beams.finished)
+        if not generated:
+            raise InvalidRequest("a ticket without sequences")
+        named = max(ticket.sampling.named_token_ids(), default=0)
+        tokens = filter(None, (prompt, *generated, *finished))
+        if max(named, *map(max, tokens)) >= self.limits.vocab_size:
+            raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
         if ticket.adapter is not None and self.adapters is None:
             raise InvalidRequest(f"this worker takes no adapters, so not {ticket.adapter.name}")
-        self.grammar_of(ticket)
-        length = len(ticket.prompt_token_ids) + max(len(one.token_ids) for one in ticket.sequences)
-        longest = self.limits.max_model_len - num_drawn
+        if self.grammar_of(ticket) is not None and ticket.sampling.beam is not None:
+            raise InvalidRequest("a beam search has no structured output")
+        most = len(prompt) + ticket.sampling.max_tokens
+        longest = min(most, self.limits.max_model_len) - num_drawn
+        length = len(prompt) + max(map(len, generated))
         if length > longest:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")
 

@@ -190,8 +190,11 @@ class WorkerStream:
             self._fail_request(session, getattr(request, name), error)
 
     def _fail_request(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
-        """Fail the request that a refused command names."""
+        """Fail the request that an invalid command names. If it names none, raise `error`, which
+        ends the stream: the gateway could not tell which request failed."""
         about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command
+        if not about.request_id:
+            raise error
         key = about.request_id, about.attempt
         self._worker.role.abort(session, *key)  # a gateway sends no abort for a request that failed
         session.send(Failed(*key, error.code, str(error)))

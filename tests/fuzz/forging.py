@@ -1,4 +1,4 @@
-"""Changes of the fields of messages: of single sequences, groups and searches."""
+"""Tickets with every field wrong: of single sequences, groups and searches."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,12 @@ Changes = Sequence[tuple[str, Any]]
 "sequences.index" all of them."""
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 10, 13, 14, 15, 31, 32, 63, 64, 65, 2**31, 2**32 - 1])
+LARGE = NUMBERS | st.sampled_from([2**52 - 1, 2**52, 2**53, 2**63, 2**64 - 1])
+REQUESTS = st.sampled_from(["r1", "r2", "r2", "r2", "r4", "r5", "", "x" * 300])
+FLOATS = st.sampled_from([0.0, -1.0, 0.5, 1.0, 1e30, float("nan"), float("inf")])
 SCORES = st.sampled_from([0.0, -1.0, -2.5, 1e30, float("nan"), float("-inf"), float("inf")])
+BLOCKS = st.lists(st.integers(0, 70) | st.sampled_from([639, 640, 2**31]), max_size=6)
+WIDTHS = st.sampled_from([0, 1, 2, 3, 4, 8, 9, 16, 17, 64, 2**31, 2**32 - 1])
 
 WHOLE: dict[str, Callable[[list[Any]], list[Any]]] = {
     "none": lambda there: [],
@@ -30,12 +35,84 @@ TABLES = ["none", "twice", "first", "reversed", "tables crossed", "one table for
 """Changes of the block tables in a swap pool."""
 
 
+def changes(correct_prompt: Sequence[int]) -> st.SearchStrategy[tuple[str, Any]]:
+    def to(path: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, Any]]:
+        return st.tuples(st.just(path), values)
+
+    of_one = st.sampled_from(["sequences", "sequences.0", "sequences.1", "sequences.2"])
+    fields = {
+        "index": NUMBERS,
+        "token_ids": st.lists(NUMBERS, max_size=16),
+        "block_ids": BLOCKS,
+        "num_computed_tokens": NUMBERS,
+    }
+    return st.one_of(
+        to("request_id", REQUESTS),
+        to("attempt", NUMBERS),
+        to("order", LARGE.filter(bool)),  # what comes first in line may starve others
+        to("pool_id", st.sampled_from(["pool", "", "other", "{}", "x" * 300])),
+        to("holder_id", st.sampled_from([*_HOLDERS, "h-r2+", "", "x" * 300])),
+        to("holder_epoch", LARGE),
+        to("root_hash", st.sampled_from([bytes(16), b"x" * 16, b"", bytes(15)])),
+        to("timeout_ms", LARGE),
+        to("num_cached_tokens", NUMBERS),
+        to("prompt_token_ids", st.lists(NUMBERS, max_size=70)),
+        to("prompt_token_ids", st.just(correct_prompt)),
+        to("sequences", st.sampled_from(sorted(WHOLE))),
+        *(
+            of_one.flatmap(lambda where, n=name: to(f"{where}.{n}", fields[n]))  # type: ignore[misc]
+            for name in fields
+        ),
+        *(to(f"sampling.{name}", values) for name, values in _SAMPLING.items()),
+        *(to(f"sampling.beam.{name}", values) for name, values in BEAM.items()),
+        to("beams.scores", st.lists(SCORES, max_size=5)),
+        to("beams.finished", st.lists(HYPOTHESES, max_size=5)),
+        to("swapped.pool_id", st.sampled_from(["colder", "pool", "", "{}", "x" * 300])),
+        to("swapped.holder_id", st.sampled_from([*_HOLDERS, "h-r3", "", "x" * 300])),
+        to("swapped.holder_epoch", LARGE),
+        to("swapped.tables", st.sampled_from(TABLES)),
+        to("swapped.tables.index", NUMBERS),
+        to("swapped.tables.block_ids", BLOCKS),
+        to("swapped.tables.1.block_ids", BLOCKS),
+    )
+
+
+_HOLDERS = ("h-r1", "h-r2", "h-r4", "h-r5", "h-new")
+_SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": FLOATS,
+    "top_p": FLOATS,
+    "min_p": FLOATS,
+    "top_k": NUMBERS,
+    "seed": LARGE,
+    "max_tokens": NUMBERS,
+    "stop_token_ids": st.lists(NUMBERS, max_size=5),
+    "logprobs": NUMBERS,
+    "repetition_penalty": FLOATS,
+    "presence_penalty": FLOATS,
+    "frequency_penalty": FLOATS,
+    "allowed_token_ids": st.lists(NUMBERS, max_size=5),
+    "min_tokens": NUMBERS,
+    "n": WIDTHS,
+}
+BEAM: dict[str, st.SearchStrategy[Any]] = {
+    "width": WIDTHS,
+    "length_penalty": FLOATS | st.sampled_from([-4.0, 4.0, 4.5]),
+    "early_stopping": st.sampled_from([0, 1, 2, 3, 99]),
+}
 HYPOTHESES = st.builds(
     ticket_pb2.Hypothesis,
     token_ids=st.lists(NUMBERS, max_size=16),
     score=SCORES,
     finish_reason=st.sampled_from([0, 1, 2]),
 )
+
+
+def forge(base: ticket_pb2.Ticket, changes: Changes) -> ticket_pb2.Ticket:
+    forged = ticket_pb2.Ticket()
+    forged.CopyFrom(base)
+    for path, value in changes:
+        change(forged, path, value)
+    return forged
 
 
 def change(message: Any, path: str, value: Any) -> None:

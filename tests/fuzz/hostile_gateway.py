@@ -1,6 +1,5 @@
-"""The commands of a hostile gateway to workers, in any order: with its own tickets as workers sent
-them (of one sequence, a group, a search), and with tickets of another gateway without their
-secrets. A gateway is authenticated, so what it sends has the form of tickets."""
+"""The commands of a hostile gateway to workers: each one forged from its own tickets (of one
+sequence, a group, a search) and from those of another gateway."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +8,11 @@ from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
 from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, TicketSequence
-from tests.fuzz.forging import NUMBERS, change
+from tests.fuzz.forging import NUMBERS, REQUESTS, Changes, changes, forge
 from tests.fuzz.pool_workers import HELLO, Stream
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
 
 CORRECT_PROMPT = tuple(range(30_000, 30_014))
-REQUESTS = st.sampled_from(["r1", "r2", "r2", "r2", "r4", "r5"])
 OWN_TICKETS = {
     "fresh": ticket("r2", range(10), max_tokens=12),
     "group": ticket(
@@ -39,9 +37,9 @@ SWAPPED_TICKET = ticket(
 
 @dataclass(frozen=True)
 class ForgedCommand:
-    """A command. `to`: 0 prefill, 1 decode. `base`: the ticket that is sent, if any; "issued ..."
+    """A command. `to`: 0 prefill, 1 decode. `base`: the ticket that is forged, if any; "issued ..."
     are its own with blocks, `correct` belongs to another gateway, and all of it is known except its
-    secrets. `attempt` is its own, too. `number`: of slots; None: as many as the ticket needs."""
+    secrets. `number`: of slots; None: as many as the ticket needs."""
 
     to: int
     kind: str
@@ -50,6 +48,7 @@ class ForgedCommand:
     number: int | None = None
     index: int | None = None
     base: str = "fresh"
+    changes: Changes = ()
     pause: bool = False
     digest: bytes = b""
 
@@ -76,6 +75,7 @@ FORGED_COMMANDS = st.lists(
                 "correct",
             ]
         ),
+        changes=st.lists(changes(CORRECT_PROMPT), max_size=2).map(tuple),
         pause=st.booleans(),
         digest=st.sampled_from([b"", *(one.digest for one in OWN_TICKETS.values())]),
     ),
@@ -86,13 +86,19 @@ FORGED_COMMANDS = st.lists(
 
 def without_secrets(ticket: ticket_pb2.Ticket) -> ticket_pb2.Ticket:
     """All of a ticket except the epochs, which prove its possession, and the root hash."""
-    known = ticket_pb2.Ticket()
-    known.CopyFrom(ticket)
-    change(known, "holder_epoch", 3)
-    change(known, "root_hash", b"o" * 16)
+    known = forge(ticket, [("holder_epoch", 3), ("root_hash", b"o" * 16)])
     if known.HasField("swapped"):
         known.swapped.holder_epoch = 3
     return known
+
+
+_SECRETS = ("holder_epoch", "root_hash", "swapped.holder_epoch")
+
+
+def _forged(forgery: ForgedCommand, tickets: dict[str, Any]) -> ticket_pb2.Ticket:
+    belongs_to_other = forgery.base == "correct"
+    changes = [c for c in forgery.changes if not (belongs_to_other and c[0] in _SECRETS)]
+    return forge(tickets.get(forgery.base, tickets["fresh"]), changes)
 
 
 def send_forged(
@@ -102,14 +108,14 @@ def send_forged(
     key: dict[str, Any] = {"request_id": forgery.request_id, "attempt": forgery.attempt}
     match forgery.kind, forgery.to:
         case "ticket", 0:
-            sent = _sent(forgery, tickets)
-            stream.send(submit=prefill_pb2.PrefillSubmit(ticket=sent))
+            forged = _forged(forgery, tickets)
+            stream.send(submit=prefill_pb2.PrefillSubmit(ticket=forged))
         case "ticket", _:
-            sent = _sent(forgery, tickets)
-            own: dict[str, Any] = {"request_id": sent.request_id, "attempt": sent.attempt}
-            number = slots_of(sent) if forgery.number is None else forgery.number
+            forged = _forged(forgery, tickets)
+            own: dict[str, Any] = {"request_id": forged.request_id, "attempt": forged.attempt}
+            number = slots_of(forged) if forgery.number is None else forgery.number
             stream.send(reserve=decode_pb2.Reserve(num_sequences=number, **own))
-            stream.send(admit=decode_pb2.Admit(ticket=sent))
+            stream.send(admit=decode_pb2.Admit(ticket=forged))
         case "reserve", 1:
             stream.send(reserve=decode_pb2.Reserve(num_sequences=forgery.number, **key))
         case "hand_over", 1:
@@ -124,13 +130,6 @@ def send_forged(
             stream.send()
         case _:
             stream.send(abort=worker_pb2.Abort(index=forgery.index, **key))
-
-
-def _sent(forgery: ForgedCommand, tickets: dict[str, Any]) -> ticket_pb2.Ticket:
-    sent = ticket_pb2.Ticket()
-    sent.CopyFrom(tickets.get(forgery.base, tickets["fresh"]))
-    sent.attempt = forgery.attempt
-    return sent
 
 
 def slots_of(forged: ticket_pb2.Ticket) -> int:

@@ -1,5 +1,6 @@
-"""The ticket on the wire: the round trip is exact."""
+"""The ticket on the wire: the round trip is exact, and invalid messages are refused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from blockstore.registry import Load
 from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
+from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
-from services.model.structured.structure import Structure, StructureKind
+from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.codec import (
     load_from_wire,
     load_to_wire,
@@ -178,14 +180,112 @@ def corrupt(change: Callable[[Message], object]) -> Message:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (lambda m: m.ClearField("request_id"), "request_id is empty"),
+        (lambda m: setattr(m, "order", 2**52), "order"),
+        (lambda m: setattr(m, "root_hash", b"short"), "root_hash is not 16 bytes"),
+        (lambda m: m.ClearField("prompt_token_ids"), "prompt_token_ids is empty"),
+        (lambda m: m.ClearField("sampling"), "sampling is missing"),
+        (lambda m: m.ClearField("sequences"), "sequences is empty"),
+        (lambda m: m.sequences.append(m.sequences[0]), "indices are not ascending"),
+        (lambda m: setattr(m.sequences[0], "index", 64), "a sequence has index 64"),
+        (lambda m: setattr(m, "num_cached_tokens", 4), "num_cached_tokens"),
+        (lambda m: setattr(m.sequences[0], "num_computed_tokens", 5), "is 5 of 4 tokens"),
+        (lambda m: m.sequences[0].ClearField("block_ids"), "no blocks"),
+        (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
+        (lambda m: setattr(m.sampling, "top_k", -1), "top_k is -1"),
+        (lambda m: setattr(m.sampling, "logprobs", 21), "logprobs is 21"),
         (lambda m: m.sampling.structured_output.SetInParent(), "kind 0 is unknown"),
-        (lambda m: setattr(m.sampling.beam, "early_stopping", 9), "early_stopping 9 is unknown"),
+        (
+            lambda m: m.sampling.structured_output.MergeFromString(
+                StructuredOutput(
+                    kind="STRUCTURE_KIND_JSON", text="x" * (MAX_STRUCTURE_BYTES + 1)
+                ).SerializeToString()
+            ),
+            "structured_output has 262145 bytes, at most 262144",
+        ),
     ],
 )
-def test_an_unknown_number_is_refused(change: Callable[[Message], object], problem: str) -> None:
-    """A client's message has these enums, too."""
+def test_a_ticket_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         ticket_from_wire(corrupt(change))
+
+
+SWAPPED = replace(
+    TICKET,
+    sequences=(TicketSequence(0, (8,)),),
+    swapped=Swapped("c-1", "h-1", 2, (SwappedTable(0, (3,)), SwappedTable(2, (3,)))),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.swapped.ClearField("pool_id"), "to nowhere"),
+        (lambda m: m.swapped.ClearField("holder_id"), "holder_id is empty"),
+        (lambda m: setattr(m.swapped, "holder_id", "x" * 300), "holder_id is too long"),
+        (lambda m: setattr(m.swapped, "holder_epoch", 2**53), "holder_epoch"),
+        (lambda m: setattr(m, "traceparent", "x" * 65), "traceparent is too long"),
+        (lambda m: m.swapped.ClearField("tables"), "not all sequences were"),
+        (lambda m: m.swapped.tables[1].ClearField("block_ids"), "a table is empty"),
+        (lambda m: setattr(m.swapped.tables[0], "index", 2), "do not ascend"),
+        (lambda m: m.swapped.tables.extend([m.swapped.tables[0]]), "do not ascend"),
+        (
+            lambda m: [m.swapped.tables.add(index=3 + i, block_ids=[1]) for i in range(63)],
+            "65 tables",
+        ),
+        (lambda m: m.sequences[0].block_ids.append(1), "but with blocks"),
+        (lambda m: m.sequences.add(index=1), "not all sequences were"),
+    ],
+)
+def test_a_swapped_ticket_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
+    message = ticket_to_wire(SWAPPED)
+    change(message)
+    with pytest.raises(InvalidRequest, match=problem):
+        ticket_from_wire(message)
+
+
+SEARCHING = replace(
+    TICKET,
+    sampling=replace(TICKET.sampling, beam=BeamParams(width=2, num_returned=1)),
+    sequences=(TicketSequence(0, (8,), (3,), 3), TicketSequence(1, (7,), (3,), 3)),
+    beams=BeamState((-1.0, -2.5), (Hypothesis((9, 2), -0.5, FinishReason.STOP),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: setattr(m.sampling.beam, "width", 17), "1 of 17 beams"),
+        (lambda m: setattr(m.sampling, "n", 0), "0 of 2 beams"),
+        (lambda m: setattr(m.sampling, "n", 3), "3 of 2 beams"),
+        (lambda m: setattr(m.sampling.beam, "length_penalty", -1e30), "penalty is -1e"),
+        (lambda m: setattr(m.sampling.beam, "length_penalty", math.nan), "penalty is nan"),
+        (lambda m: setattr(m.sampling.beam, "early_stopping", 9), "early_stopping 9"),
+        (lambda m: m.sampling.ClearField("beam"), "1 finished of 0 beams"),
+        (lambda m: m.ClearField("beams"), "beams is missing"),
+        (lambda m: m.beams.scores.pop(), "sequences are not the beams"),
+        (lambda m: m.beams.scores.reverse(), "scores do not fall"),
+        (lambda m: m.beams.scores.__setitem__(1, float("-inf")), "not finite"),
+        (lambda m: m.sequences[1].token_ids.append(1), "different lengths"),
+        (lambda m: m.beams.finished.extend(m.beams.finished[:1] * 2), "3 finished of 2 beams"),
+        (lambda m: m.beams.finished[0].ClearField("finish_reason"), "has not ended"),
+        (lambda m: m.beams.finished[0].ClearField("token_ids"), "without tokens"),
+        (lambda m: setattr(m.beams.finished[0], "score", float("nan")), "not finite"),
+        (lambda m: setattr(m.beams.finished[0], "score", float("inf")), "not finite"),
+        (lambda m: m.beams.finished[0].token_ids.extend([9] * 7), "a hypothesis of 9 tokens"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
+    message = ticket_to_wire(SEARCHING)
+    change(message)
+    with pytest.raises(InvalidRequest, match=problem):
+        ticket_from_wire(message)
 
 
 @no_deadline

@@ -51,7 +51,7 @@ from services.worker.requests.jobs import Key, State
 from services.worker.roles.block_extender import BlockExtender
 from services.worker.roles.decode_job import DecodeJob
 from services.worker.roles.role import SingleRole
-from services.worker.roles.tables import blocks_in_no_table
+from services.worker.roles.tables import blocks_in_no_table, check_detached
 
 _CONTINUED_ELSEWHERE = "another gateway continues this request"
 
@@ -106,11 +106,11 @@ class Decode(SingleRole[DecodeJob]):
 
     def admit(self, session: Session, ticket: Ticket) -> None:
         """Continue a detached ticket for which decode slots are reserved. Raises InvalidRequest if
-        none are, or if this worker cannot continue the ticket."""
+        none are, or if the ticket is inconsistent."""
         key = id(session), *ticket.key
         if key not in self._reserved:
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
-        self._check(ticket)
+        self._check(ticket, self._reserved[key][1])
         del self._reserved[key]
         job, writer = DecodeJob(session, ticket), self.worker.writer
         self.jobs.add(job)
@@ -366,8 +366,9 @@ class Decode(SingleRole[DecodeJob]):
             ttl_s = limits.ticket_ttl_s if worker.draining else limits.swapped_ttl_s
             self.jobs.end_after(ttl_s, job, STALE)
 
-    def _check(self, ticket: Ticket) -> None:
+    def _check(self, ticket: Ticket, num_slots: int) -> None:
         self.worker.check_ticket(ticket)
+        check_detached(ticket, self.worker.spec, num_slots)
         claim = ticket.holder_id, ticket.holder_epoch
         if any(job.claim == claim for job in self.jobs):
             raise InvalidRequest("this worker has already claimed this ticket")

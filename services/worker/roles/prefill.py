@@ -11,7 +11,7 @@ from services.engine import messages
 from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.results import Advance
-from services.protocol.block_keys import BlockKeys
+from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.messages import Command, Pooling, Submit
 from services.protocol.ticket import Ticket, first_holder_id
 from services.protocol.worker_stream import PREFILL
@@ -304,6 +304,14 @@ class Prefill(SingleRole[PrefillJob]):
         self._admission.prefixes.end(job.ticket.holder_id, job.hashes)
 
     def _check(self, ticket: Ticket, num_drawn: int) -> None:
+        if any(sequence.block_ids for sequence in ticket.sequences):
+            raise InvalidRequest("a ticket for prefill has no blocks")
         self.worker.check_ticket(ticket, num_drawn)
         if any(first_holder_id(job.ticket.holder_id) == ticket.holder_id for job in self.jobs):
             raise InvalidRequest("another request here has this holder")
+        num_blocks = num_blocks_for(ticket, self.worker.spec.block_size)
+        if num_blocks > self.worker.spec.num_blocks:
+            raise InvalidRequest(
+                f"{len(ticket.sequences)} sequences need {num_blocks} blocks at once,"
+                f" the pool has {self.worker.spec.num_blocks}"
+            )

@@ -80,9 +80,16 @@ class SwapPool:
         self._thread = ThreadPoolExecutor(1, "copier")
 
     def holds(self, ticket: Ticket) -> bool:
-        """Whether a ticket was swapped out to this pool. (Only the claim shows whether the blocks
-        are still there.)"""
-        return ticket.swapped is not None and ticket.swapped.pool_id == self.spec.pool_id
+        """Whether a ticket was swapped out to this pool, with block ids and table lengths that are
+        possible. (Only the claim shows whether the blocks are still there.)"""
+        swapped, size = ticket.swapped, self.spec.block_size
+        if swapped is None or swapped.pool_id != self.spec.pool_id:
+            return False
+        num_prompt_tokens = len(ticket.prompt_token_ids)
+        return max(swapped.block_ids) < self.spec.num_blocks and all(
+            len(table) == -(-(num_prompt_tokens + len(state.token_ids) - 1) // size)
+            for state, table in zip(ticket.sequences, _tables(ticket, swapped), strict=True)
+        )
 
     def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
         """Whether to copy the KV of a preempted request out and back rather than compute it again.

@@ -4,8 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from services.protocol.messages import Generated
 from services.protocol.ticket import Hypothesis, Ticket
+from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT
@@ -53,10 +56,14 @@ async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: Worker
         sequences=issued.sequences[:1],
         beams=replace(issued.beams, scores=issued.beams.scores[:1]),
     )
+    pair.decode.role.reserve(pair.session, *issued.key, 3)
+    with pytest.raises(InvalidRequest, match="4 sequences for 3 slots"):
+        pair.decode.role.admit(pair.session, one)
     num_free = pair.decode.role.load().num_free_slots
+    pair.decode.role.abort(pair.session, *issued.key)
     pair.decode.role.reserve(pair.session, *issued.key, 5)
     pair.decode.role.admit(pair.session, one)
-    assert pair.decode.role.load().num_free_slots == num_free - 4
+    assert pair.decode.role.load().num_free_slots == num_free + 3 - 4
     pair.decode.role.abort(pair.session, *issued.key)
     await pair.until_empty()
 

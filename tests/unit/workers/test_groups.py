@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from blockstore.hashing import prefix_hashes
 from services.protocol.messages import (
     Failed,
@@ -11,6 +13,8 @@ from services.protocol.messages import (
     RequeueReason,
     Resume,
 )
+from services.protocol.ticket import TicketSequence
+from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT, FakeSession
@@ -28,6 +32,14 @@ async def test_a_group_is_issued_with_a_token_for_each(pair: WorkerPair) -> None
     assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
     assert pair.arena.num_computed == 10
     assert await num_held(pair) == 2 + 4
+
+
+async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(make_pair: MakePair) -> None:
+    """2 + 6 x 1 of 7."""
+    pair = await make_pair(num_blocks=7)
+    with pytest.raises(InvalidRequest, match="6 sequences need 8 blocks"):
+        pair.prefill.role.submit(pair.session, asked(6))
+    await prefill(pair, asked(5))
 
 
 async def test_a_group_finds_its_prompt_in_the_cache(pair: WorkerPair) -> None:
@@ -76,6 +88,45 @@ async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPa
     pair.decode.role.abort(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until_empty()
+
+
+async def test_slots_are_kept_for_each_sequence(pair: WorkerPair) -> None:
+    issued = await prefill(pair, asked(3))
+    pair.decode.role.reserve(pair.session, "r1", 1, 2)
+    with pytest.raises(InvalidRequest, match="3 sequences for 2 slots"):
+        pair.decode.role.admit(pair.session, issued)
+
+
+# Tickets that make no sense
+
+
+SOUND = (
+    TicketSequence(0, (5, 6), (0, 1, 2, 3), 11),
+    TicketSequence(1, (7,), (0, 1, 4), 10),
+    TicketSequence(3, (8,), (0, 1, 4), 10),
+)
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "problem"),
+    [
+        (1, {"block_ids": (0, 1, 99)}, "slots in the pool"),
+        (2, {"num_computed_tokens": 9}, "9 of 11 tokens"),
+    ],
+    ids=str,
+)
+async def test_tables_of_another_length_are_refused(
+    pair: WorkerPair, which: int, changes: dict[str, object], problem: str
+) -> None:
+    """Before the blocks are claimed."""
+    states = list(SOUND)
+    states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
+    detached = replace(asked(1), holder_epoch=2)
+    pair.decode.role.reserve(pair.session, "r1", 1, 3)
+    with pytest.raises(InvalidRequest, match=problem):
+        pair.decode.role.admit(pair.session, replace(detached, sequences=tuple(states)))
+    pair.decode.role.admit(pair.session, replace(detached, sequences=SOUND))  # it is only not there
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
 
 
 async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: WorkerPair) -> None:

@@ -146,10 +146,20 @@ async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
     assert (await pair.store.stats("pool")).num_waiters == 0
 
 
-async def test_a_ticket_beyond_this_workers_context_is_refused(pair: WorkerPair) -> None:
-    """Another worker, with another max_model_len, may have told its gateway of a longer one."""
-    with pytest.raises(InvalidRequest, match="1000 tokens leave none to draw: at most 999"):
-        pair.prefill.role.submit(pair.session, ticket("r1", range(1000)))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pool_id": "another"},
+        {"prompt_token_ids": tuple(range(1000))},
+        {"prompt_token_ids": tuple(range(128))},  # 32 blocks of 4, and no slot for the token drawn
+        {"sequences": ()},
+    ],
+)
+async def test_a_ticket_that_does_not_fit_is_refused(
+    pair: WorkerPair, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest):
+        pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, **changes))
 
 
 async def test_a_holder_that_was_used_before_costs_its_request_only(pair: WorkerPair) -> None:

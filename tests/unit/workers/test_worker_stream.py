@@ -43,7 +43,7 @@ async def first_failed(responses: AsyncIterator[Any]) -> Any:
 
 async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -> None:
     """The gateway is told that the request failed, and sends no abort after that."""
-    wrong = ticket_to_wire(ticket("r1", range(1000)))  # beyond the context
+    wrong = ticket_to_wire(ticket("r1", PROMPT, pool_id="another"))
     gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
@@ -58,21 +58,31 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -
         assert pair.decode.role.load().num_free_slots == 16
 
 
-async def test_a_command_that_is_refused_ends_its_own_request_only(pair: WorkerPair) -> None:
-    """No slots are reserved for it. Another reservation on the same stream stays."""
-    without_slots = decode_pb2.Admit(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))
+@pytest.mark.parametrize(
+    "command",
+    [
+        {"resume": decode_pb2.Resume(request_id="r" * 400, attempt=3)},
+        {"admit": decode_pb2.Admit(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
+        {"reserve": decode_pb2.Reserve(request_id="r" * 400, attempt=3, num_sequences=1)},
+    ],
+    ids=lambda command: next(iter(command)),
+)
+async def test_a_senseless_command_ends_its_own_request_only(
+    pair: WorkerPair, command: dict[str, Any]
+) -> None:
+    """Another reservation on the same stream stays."""
     gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
         ),
-        decode_pb2.DecodeConnectRequest(admit=without_slots),
+        decode_pb2.DecodeConnectRequest(**command),
     )
     service: Any = WorkerStream(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
-        assert (failed.request_id, failed.attempt) == ("r2", 3)
-        assert failed.code == "invalid_request"
+        assert failed.request_id in ("r2", "r" * 400)
+        assert (failed.attempt, failed.code) == (3, "invalid_request")
         assert pair.decode.role.load().num_free_slots == 15
 
 
@@ -101,14 +111,14 @@ async def test_a_version_that_is_neither_this_nor_the_one_before_is_refused(
             await anext(service.Connect(gateway, None))
 
 
-async def test_an_unknown_command_ends_the_stream(pair: WorkerPair) -> None:
+async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:
     gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
-        decode_pb2.DecodeConnectRequest(),
+        decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
     )
     service: Any = WorkerStream(pair.decode)
     async with asyncio.timeout(10):
-        with pytest.raises(InvalidRequest, match="an unknown command"):
+        with pytest.raises(InvalidRequest, match="request_id is empty"):
             async for _ in service.Connect(gateway, None):
                 pass
 
