@@ -21,6 +21,7 @@ from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
 from kvops import int8
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
+from kvops.native import usable_kernels
 from kvops.quantized import stored
 from quire.supervisor.model_source import find_model
 from services.engine.models import load_model
@@ -129,7 +130,8 @@ def test_transformers_reads_the_same_weights(tmp_path: Path, family: Family, kin
         (lambda name: "Q8_0", 0.02),
         (lambda name: "Q4_0", 0.02),
         (lambda name: "Q4_1", 0.02),
-        (q4_k_m, 0.02),
+        # Tiles round the weights to bf16, and one near-tie of these random weights shows it.
+        (q4_k_m, 0.025 if usable_kernels()[0] == "amx" else 0.02),
     ],
     ids=["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M"],
 )
