@@ -4,6 +4,7 @@ or by an all-reduce, as NCCL sums on GPUs."""
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bench.make_checkpoint import make_checkpoint
 from services.engine.ranks.collectives import Collectives, connect
+from services.engine.ranks.one_shot import GROUP, MOST_BYTES, OneShot
 from services.model.checkpoint.reading import read_model_config
 from services.model.checkpoint.shards import Shard, shards
 
@@ -122,3 +124,44 @@ def test_an_all_reduce_takes_tensors_with_gaps(tmp_path: Path) -> None:
     group = connected(tmp_path, in_order=False)
     terms = [torch.full((6, 8), float(rank))[:, ::2] for rank in range(SIZE)]
     assert all((total == 6.0).all() for total in sums(group, terms))
+
+
+class SharedBuffers:
+    """Symmetric memory between threads: each rank's kernel reads the buffers of all ranks."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}
+        self._ready, self._read = Barrier(SIZE), Barrier(SIZE)
+        self.num_sums = 0
+
+    def sum(self, buffer: Tensor, terms: Tensor, operation: str, group: str) -> Tensor:
+        assert (operation, group) == ("sum", GROUP)
+        assert (buffer.dtype, buffer.shape) == (terms.dtype, terms.shape)
+        buffer.copy_(terms)
+        self._buffers[buffer.data_ptr()] = buffer
+        self._ready.wait(10)
+        total = sum(self._buffers[place] for place in sorted(self._buffers))
+        if self._read.wait(10) == 0:
+            self.num_sums += 1
+        assert isinstance(total, Tensor)
+        return total
+
+
+def test_small_messages_are_summed_from_shared_buffers(group: list[Collectives]) -> None:
+    shared = SharedBuffers()
+    memory = torch.empty(SIZE, MOST_BYTES, dtype=torch.uint8)
+    registering: Any = torch.library.Library
+    library = registering("symm_mem", "IMPL")
+    library.impl("one_shot_all_reduce_copy", shared.sum, "CPU")
+    ranks = [
+        Collectives(each._group, each._vocabularies, OneShot(memory[rank]), in_order=False)
+        for rank, each in enumerate(group)
+    ]
+    most = MOST_BYTES // 4
+    for shape, is_small in (((3, 8), True), ((most,), True), ((most + 4,), False), ((3,), False)):
+        before, terms = shared.num_sums, [torch.randn(shape) for _ in range(SIZE)]
+        expected = torch.stack(terms).sum(0)
+        totals = sums(ranks, terms)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        torch.testing.assert_close(totals[0], expected)
+        assert shared.num_sums == before + is_small

@@ -3,7 +3,8 @@
 Results have the same bits on all ranks. They have the same bits for any batch where a sum collects
 all ranks' terms and adds them in the order of the ranks, in fp32: on CPUs, and on GPUs with the
 setting `deterministic` (law 10). Otherwise GPUs sum by an all-reduce, which moves less and adds in
-an order that depends on the message's size and the value's place in it.
+an order that depends on the message's size and the value's place in it, small messages by one
+kernel where the GPUs reach each other's memory (`one_shot.py`).
 
 On a GPU an exchange is launched on the stream of the kernels around it (`asyncOp` is off), and so
 becomes part of a CUDA graph that is captured there.
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from services.engine.ranks.one_shot import OneShot, between_gpus
 from services.model.checkpoint.shards import Shard
 
 LOOPBACK = "127.0.0.1"
@@ -34,21 +36,28 @@ class Collectives:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, vocabularies: Sequence[slice], *, in_order: bool
+        self,
+        group: dist.ProcessGroup,
+        vocabularies: Sequence[slice],
+        one_shot: OneShot | None = None,
+        *,
+        in_order: bool,
     ) -> None:
         """`vocabularies` has the tokens of each rank. `in_order` says whether sums add up in the
-        order of the ranks."""
+        order of the ranks; if they need not, `one_shot` sums small messages."""
         self.tell: Callable[..., None] | None = None
         """At rank 0: lets the other ranks execute a method of `Rank`."""
         self._group = group
         self._vocabularies = vocabularies
-        self._in_order = in_order
+        self._in_order, self._one_shot = in_order, one_shot
         self.rank = group.rank()
         self._size = group.size()
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in their dtype; it may be in the memory of `x`."""
         if not self._in_order:
+            if self._one_shot is not None and self._one_shot.takes(x):
+                return self._one_shot.sum(x)
             reducing = dist.AllreduceOptions()
             reducing.asyncOp = False
             total = x.contiguous()
@@ -109,13 +118,15 @@ def connect(
     """Connect this rank with the others: NCCL on GPUs, gloo on CPUs. All ranks call it with the
     same `meeting`, a new file in a private directory, which may be removed when all have returned.
     Raises RuntimeError if a rank has not come in `timeout_s`."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout, one_shot = timedelta(seconds=timeout_s), None
     store = dist.FileStore(str(meeting), shard.size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     if device.type == "cuda":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group: Any = dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+        if not in_order and shard.size > 1:
+            one_shot = between_gpus(store, shard.rank, shard.size, device)
     else:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -124,7 +135,7 @@ def connect(
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         group = gloo(store, shard.rank, shard.size, options)
     vocabularies = [Shard(shard.config, rank, shard.size).vocabulary for rank in range(shard.size)]
-    found = Collectives(group, vocabularies, in_order=in_order)
+    found = Collectives(group, vocabularies, one_shot, in_order=in_order)
     found.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects only now
     return found
 

@@ -1,0 +1,60 @@
+"""Sums of small messages by one kernel, in which each rank reads the terms of all ranks.
+
+The GPUs of a host that reach each other's memory map a buffer of each rank (PyTorch's symmetric
+memory). NCCL's all-reduce takes several exchanges, which cost more than the bytes of a decode step.
+
+Not run on hardware.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+MOST_BYTES = 256 * 1024
+"""The largest message. A rank reads the messages of all other ranks, where an all-reduce moves
+about two messages, whatever the number of ranks."""
+GROUP = "quire-ranks"
+
+
+class OneShot:
+    """A rank's buffer that all ranks map. A sum is launched on the current stream, and becomes part
+    of a CUDA graph that is captured there."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        """`buffer` has MOST_BYTES, uint8."""
+        self._buffer = buffer
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the kernel sums such tensors: small ones, a multiple of 16 bytes."""
+        return 0 < x.nbytes <= MOST_BYTES and x.nbytes % 16 == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, which have the same bits on all ranks."""
+        buffer = self._buffer[: x.nbytes].view(x.dtype)
+        terms = x.contiguous().view(-1)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, terms, "sum", GROUP)
+        return total.view(x.shape)
+
+
+def between_gpus(store: Any, rank: int, num_ranks: int, device: torch.device) -> OneShot | None:
+    """Map the buffers of all ranks, which all call it with the same `store`. Returns None, which is
+    logged, if the GPUs do not reach each other's memory: NCCL sums all messages then."""
+    # Imported here, because CPUs have no use for it and it takes a second.
+    from torch.distributed import _symmetric_memory
+
+    symmetric: Any = _symmetric_memory
+    try:
+        within = dist.PrefixStore("one-shot", store)  # type: ignore[attr-defined]
+        symmetric._SymmetricMemory.set_group_info(GROUP, rank, num_ranks, within)
+        buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(buffer, GROUP)
+    except RuntimeError as error:
+        log.warning("no_symmetric_memory", reason=str(error).partition("\n")[0])
+        return None
+    return OneShot(buffer)
