@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -79,7 +79,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(settings, stack, _HINT_LIMIT_S, _STORE_PATIENCE_S)
         health = Health()
-        stack.enter_context(metrics_endpoint(settings, metrics, health))
+        scrapes = stack.enter_context(ExitStack())
+        scrapes.enter_context(
+            metrics_endpoint(settings, metrics, health, shares_port=settings.http_fd is not None)
+        )
         request_metrics = RequestMetrics(metrics)
         tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
@@ -133,9 +136,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
-            background.append(
-                tasks.create_task(_retire(wiring, server, departure, heartbeat, stop))
-            )
+            retiring = _retire(wiring, server, departure, heartbeat, scrapes, stop)
+            background.append(tasks.create_task(retiring))
             await stop.wait()
             heartbeat.changed()
             dashboard.feed.close()
@@ -165,6 +167,7 @@ async def _retire(
     server: RpcServer,
     departure: Departure,
     heartbeat: RegistryHeartbeat,
+    scrapes: ExitStack,
     stop: asyncio.Event,
 ) -> None:
     """Leave the ports to another process at SIGUSR1, and set `stop` when the last request and the
@@ -177,6 +180,7 @@ async def _retire(
     departure.begun.set()
     heartbeat.changed()
     stopping = asyncio.create_task(server.stop(RETIRE_S))
+    await asyncio.to_thread(scrapes.close)
     await departure.ended.wait()
     await wiring.dispatcher.wait_until_idle(RETIRE_S)
     stop.set()

@@ -42,10 +42,15 @@ def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
 
 @contextmanager
 def metrics_endpoint(
-    settings: ServiceSettings, registry: CollectorRegistry, health: Health | None = None
+    settings: ServiceSettings,
+    registry: CollectorRegistry,
+    health: Health | None = None,
+    *,
+    shares_port: bool = False,
 ) -> Iterator[int | None]:
     """Serves `/metrics`, and `/health` if there is a `health`, from a thread of its own; yields the
-    port. Without `metrics_port`, yields None, and serves `metrics_socket` if there is one.
+    port. Without `metrics_port`, yields None, and serves `metrics_socket` if there is one. With
+    `shares_port` another process of this user may listen on the same port.
 
     Raises StartupError if the service cannot listen there.
     """
@@ -55,7 +60,8 @@ def metrics_endpoint(
             yield None
         return
     try:
-        server = _server(settings.host, settings.metrics_port, _application(registry, health))
+        application = _application(registry, health)
+        server = _server(settings.host, settings.metrics_port, application, shares_port)
     except OSError as error:
         raise StartupError(
             f"metrics: cannot listen on {settings.host}:{settings.metrics_port}: {error.strerror}"
@@ -91,12 +97,15 @@ class _QuietHandler(WSGIRequestHandler):
         """Log nothing."""
 
 
-def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:
+def _server(
+    host: str, port: int, application: "WSGIApplication", shares_port: bool
+) -> ThreadingWSGIServer:
     found, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found
 
     class Server(ThreadingWSGIServer):
         address_family = family
+        allow_reuse_port = shares_port
         request_queue_size = 128
 
     return make_server(str(address[0]), port, application, Server, _QuietHandler)

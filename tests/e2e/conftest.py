@@ -99,10 +99,15 @@ def pairs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def of_a_link(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """1 worker of each kind; the model is the link `model` beside the log."""
+    """1 worker of each kind; the model is the link `model` beside the log. The gateway has a port
+    for metrics."""
     folder = tmp_path_factory.mktemp("link")
     (folder / "model").symlink_to(checkpoint)
-    with serving(folder / "model", folder, "--pool-memory", str(POOL_MEMORY)) as running:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUIRE_GATEWAY_METRICS_PORT", str(free_port("127.0.0.1")))
+            options = ("--pool-memory", str(POOL_MEMORY))
+            running = stack.enter_context(serving(folder / "model", folder, *options))
         yield running
 
 

@@ -3,7 +3,7 @@
 import socket
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -166,6 +166,18 @@ def test_the_endpoint_answers_and_ends() -> None:
             pass
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=5)
+
+
+def test_a_second_process_takes_over_a_shared_port() -> None:
+    old, new = CollectorRegistry(), CollectorRegistry()
+    WorkerMetrics(new).generation_tokens.inc(7)
+    with ExitStack() as stack:
+        with metrics_endpoint(ServiceSettings(metrics_port=0), old, shares_port=True) as port:
+            settings = ServiceSettings(metrics_port=port)
+            stack.enter_context(metrics_endpoint(settings, new, shares_port=True))
+        for _ in range(8):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                assert b"quire:generation_tokens_total 7.0" in answer.read()
 
 
 def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
