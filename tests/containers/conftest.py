@@ -47,9 +47,9 @@ def environment(
 def running(
     environment: Environment, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """A deployment on one host."""
+    """A deployment on one host, started as a user does who builds the images."""
     with built(environment, tmp_path_factory.mktemp("one") / "ca.crt") as run:
-        run.up()
+        run.up("--build")
         yield run
 
 

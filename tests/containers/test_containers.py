@@ -67,9 +67,12 @@ def test_clients_need_the_deployments_ca(running: Deployment) -> None:
 
 
 def test_scaling_decode_up_and_down(running: Deployment, users: Users) -> None:
-    """Each `up` also renews the certificates of the running services."""
+    """Each `up` also renews the certificates of the running services; no container that runs is
+    replaced."""
+    before = running.compose("ps", "--quiet").split()
     running.up("--scale", "decode=3")
     assert len(running.containers("decode")) == 3
+    assert set(before) < set(running.compose("ps", "--quiet").split())
     users.wait_until_served()
     running.up("--scale", "decode=1")
     assert len(running.containers("decode")) == 1

@@ -42,6 +42,17 @@ def test_the_compose_files_follow_the_specification(file: str) -> None:
     run(BIN / command[0], *command[1:])
 
 
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/gpu.yml", "deploy/host.yml"])
+def test_one_service_builds_an_image(file: str) -> None:
+    """Compose labels an image with the service that builds it: with two of them `up --scale` would
+    take the containers of one for outdated, and recreate them."""
+    services = compose_file(file)["services"].values()
+    built = [each["image"] for each in services if "build" in each]
+    assert sorted(built) == sorted(set(built))
+    used = {each["image"] for each in services if each.get("image", "").startswith("quire-")}
+    assert used == set(built)
+
+
 def test_every_service_understands_its_environment(settings: dict[str, ServiceSettings]) -> None:
     for name, loaded in settings.items():
         assert loaded.redis_url == "redis://quire@redis:6379/0", name
