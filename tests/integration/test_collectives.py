@@ -4,17 +4,18 @@ or by an all-reduce, as NCCL sums on GPUs."""
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
-from threading import Barrier
+from threading import Barrier, local
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 
 from bench.make_checkpoint import make_checkpoint
 from services.engine.ranks.collectives import Collectives, connect
-from services.engine.ranks.one_shot import GROUP, MOST_BYTES, OneShot
+from services.engine.ranks.one_shot import GROUP, MOST_BYTES, OneShot, between_gpus
 from services.model.checkpoint.reading import read_model_config
 from services.model.checkpoint.shards import Shard, shards
 
@@ -165,3 +166,34 @@ def test_small_messages_are_summed_from_shared_buffers(group: list[Collectives])
         assert all(torch.equal(total, totals[0]) for total in totals)
         torch.testing.assert_close(totals[0], expected)
         assert shared.num_sums == before + is_small
+
+
+@pytest.mark.parametrize("failing", ["set_group_info", "rendezvous", None])
+def test_ranks_sum_by_one_kernel_if_all_of_them_can(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that summed otherwise than the others would wait for them for ever. After a reload,
+    PyTorch refuses rank 0, which has had other ranks before."""
+    ranks = local()
+
+    def fail_at_rank_0(step: str) -> None:
+        if ranks.number == 0 and step == failing:
+            raise RuntimeError(f"{step} fails")
+
+    class Memory:
+        @staticmethod
+        def set_group_info(group: str, rank: int, size: int, store: object) -> None:
+            ranks.number = rank
+            fail_at_rank_0("set_group_info")
+
+    def rendezvous(buffer: Tensor, group: str) -> Tensor:
+        fail_at_rank_0("rendezvous")
+        return buffer
+
+    monkeypatch.setattr(_symmetric_memory, "_SymmetricMemory", Memory)
+    monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    store, cpu = dist.HashStore(), torch.device("cpu")  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(SIZE) as threads:
+        found = list(threads.map(lambda rank: between_gpus(store, rank, SIZE, cpu), range(SIZE)))
+    assert [one is None for one in found] == [failing is not None] * SIZE

@@ -3,8 +3,8 @@
 Results have the same bits on all ranks. They have the same bits for any batch where a sum collects
 all ranks' terms and adds them in the order of the ranks, in fp32: on CPUs, and on GPUs with the
 setting `deterministic` (law 10). Otherwise GPUs sum by an all-reduce, which moves less and adds in
-an order that depends on the message's size and the value's place in it, small messages by one
-kernel where the GPUs reach each other's memory (`one_shot.py`).
+an order that depends on the message's size and the value's place in it. One kernel sums small
+messages where the GPUs reach each other's memory (`one_shot.py`).
 
 On a GPU an exchange is launched on the stream of the kernels around it (`asyncOp` is off), and so
 becomes part of a CUDA graph that is captured there.

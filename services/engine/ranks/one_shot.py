@@ -6,6 +6,7 @@ memory). NCCL's all-reduce takes several exchanges, which cost more than the byt
 Not run on hardware.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class OneShot:
         return 0 < x.nbytes <= MOST_BYTES and x.nbytes % 16 == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, which have the same bits on all ranks."""
+        """The sum of all ranks' tensors, with the same bits on all ranks."""
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         terms = x.contiguous().view(-1)
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, terms, "sum", GROUP)
@@ -43,18 +44,33 @@ class OneShot:
 
 
 def between_gpus(store: Any, rank: int, num_ranks: int, device: torch.device) -> OneShot | None:
-    """Map the buffers of all ranks, which all call it with the same `store`. Returns None, which is
-    logged, if the GPUs do not reach each other's memory: NCCL sums all messages then."""
+    """Map the buffers of all ranks, which all call it with the same `store`. If one of them cannot,
+    all ranks get None, and NCCL sums all messages: where GPUs do not reach each other's memory, and
+    after a reload, since PyTorch connects a process with one set of ranks only."""
     # Imported here, because CPUs have no use for it and it takes a second.
     from torch.distributed import _symmetric_memory
 
     symmetric: Any = _symmetric_memory
-    try:
-        within = dist.PrefixStore("one-shot", store)  # type: ignore[attr-defined]
+    within: Any = dist.PrefixStore("one-shot", store)  # type: ignore[attr-defined]
+
+    def allocated() -> Any:
         symmetric._SymmetricMemory.set_group_info(GROUP, rank, num_ranks, within)
-        buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(buffer, GROUP)
-    except RuntimeError as error:
-        log.warning("no_symmetric_memory", reason=str(error).partition("\n")[0])
+        return symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+
+    def at_all_ranks(step: str, take: Callable[[], Any]) -> Any:
+        """The result of the step; None if the step fails at any rank."""
+        found = None
+        try:
+            found = take()
+        except RuntimeError as error:
+            log.warning("no_symmetric_memory", reason=str(error).partition("\n")[0])
+        within.set(f"{step}/{rank}", "failed" if found is None else "done")
+        answers = [within.get(f"{step}/{each}") for each in range(num_ranks)]
+        return found if set(answers) == {b"done"} else None
+
+    # No rank waits in `rendezvous` for a rank that has failed before.
+    buffer = at_all_ranks("allocate", allocated)
+    if buffer is None:
         return None
-    return OneShot(buffer)
+    is_mapped = at_all_ranks("map", lambda: symmetric.rendezvous(buffer, GROUP))
+    return None if is_mapped is None else OneShot(buffer)
