@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, cast
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -92,6 +92,11 @@ def _application(registry: CollectorRegistry, health: Health | None) -> "WSGIApp
 
 class _QuietHandler(WSGIRequestHandler):
     timeout = _LIMIT_S
+
+    def handle(self) -> None:
+        """Answer a request. A client that is silent or gone is no error of the service."""
+        with suppress(OSError):
+            super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

@@ -180,8 +180,10 @@ def test_a_second_process_takes_over_a_shared_port() -> None:
                 assert b"quire:generation_tokens_total 7.0" in answer.read()
 
 
-def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrape is answered beside them."""
+def test_idle_connections_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A scrape is answered beside them, and their ends are no errors."""
     monkeypatch.setattr(exposition_module._QuietHandler, "timeout", 0.1)
     with metrics_endpoint(ServiceSettings(metrics_port=0), CollectorRegistry()) as port:
         assert port is not None
@@ -194,6 +196,7 @@ def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
             with suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
             connection.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_no_port_is_no_endpoint() -> None:
