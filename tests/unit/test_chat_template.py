@@ -168,11 +168,15 @@ def test_a_template_cannot_make_texts_without_end(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "loop",
-    ["{% for b in range(99999) %}{% endfor %}", "{% for b in range(99999) if b < 0 %}{% endfor %}"],
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+        "{% macro call(n) %}{% if n %}{{ call(n - 1) }}{{ call(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ call(60) }}",
+    ],
 )
-def test_a_template_cannot_run_without_end(loop: str) -> None:
-    source = "{% for a in range(99999) %}" + loop + "{% endfor %}"
+def test_a_template_cannot_run_without_end(source: str) -> None:
     environment = template_bounds.BoundedEnvironment()
     with template_bounds.time_bound(0.05), pytest.raises(TemplateError, match="takes more than"):
         environment.bounded_template(source).render()

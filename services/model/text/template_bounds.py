@@ -1,5 +1,8 @@
 """jinja2's sandbox with a limit of time and of output: a template renders in the gateway's threads,
-and a client's messages decide how long it takes."""
+and a client's messages decide how long it takes.
+
+The limits are checked between expressions. What one expression makes on the way is not measured.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -28,7 +31,8 @@ def time_bound(seconds: float = MAX_SECONDS) -> Iterator[None]:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Checks the time in each turn of a loop, and the length of what is rendered."""
+    """Checks the time in each turn of a loop and in each call of a macro, and the length of what is
+    rendered."""
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
@@ -40,14 +44,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             found.append(part)
         return "".join(found)
 
-    def turn(self) -> None:
+    def check_time(self) -> None:
         if time.monotonic() > _end.get():
             raise TemplateError(f"takes more than {MAX_SECONDS:g} s")
 
     def bounded_template(self, source: str) -> Template:
-        """Add the check to the loops of a template. Raises TemplateError for wrong syntax."""
+        """Add the check of time to the loops and macros of a template. Raises TemplateError for
+        wrong syntax."""
         template = self.parse(source)
-        for loop in template.find_all(nodes.For):
-            turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
-            loop.body.insert(0, nodes.ExprStmt(turn))
+        for repeated in template.find_all((nodes.For, nodes.Macro)):
+            check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+            repeated.body.insert(0, nodes.ExprStmt(check))
         return self.from_string(template.set_environment(self))  # type: ignore[arg-type]
