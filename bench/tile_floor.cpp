@@ -3,7 +3,6 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 // Computes `count` products of 32 rows, 32 columns and 64 bytes of K. The process must have asked
 // for AMX.

@@ -89,7 +89,8 @@ class Row:
     behind: "tuple[Flight, int] | None" = None
     """For a row of a draft model, the target's step in flight, and the index of the row there whose
     `num_unknown` drafts this row is behind. Unless the row has `drawn_by`, its two tokens are the
-    last two of the sequence then; `token_ids` has the first one for no accepted draft."""
+    last two tokens of the sequence behind that step. `token_ids` has the first of them for the case
+    that no draft is accepted, and `UNKNOWN_TOKEN`."""
     draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
     """The function that makes the row's one draw from that token, if penalties or a grammar depend
     on the token; `draws` has the draw without them."""

@@ -150,8 +150,8 @@ class Engine:
         return True
 
     def _take_needed(self) -> list[LaunchedStep]:
-        """The steps to retire before the next one is launched: all in flight, if the next step is
-        to have drafts that the host must know their tokens for."""
+        """The steps to retire before the next one is launched: all in flight, if drafts of the next
+        step, or behind drafts in flight, depend on tokens that the host has to know."""
         if self._speculation is None or not self._launched:
             return []
         is_needed = self._speculation.needs_tokens(self._launched[-1].batch)

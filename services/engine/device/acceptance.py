@@ -51,8 +51,10 @@ def num_accepted(placed: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
 def moved_rows(
     rows: Sequence[Row], batch: SamplingBatch, ends: Indices, row_ends: Indices
 ) -> dict[str, Indices]:
-    """The arrays that `move` needs; none if no row is behind drafts. `row_ends` are the ends of the
-    step's own rows: each token that is moved is one of these, or the only token of one."""
+    """The arrays that `move` needs; none if no row is behind drafts. `ends` are the ends of `rows`
+    in the tokens of the step. `row_ends` are the ends of the rows as the step computes them, where
+    a row for each token may have taken the place of a longer row. A moved token is the only token
+    of its row there."""
     moved = [number for number, row in enumerate(rows) if row.num_unknown]
     if not moved:
         return {}
@@ -83,6 +85,6 @@ def move(placed: Mapping[str, Tensor], accepted: Tensor, block_size: int) -> Non
 
 
 def _ranges(begins: Indices, lens: Sequence[int]) -> Indices:
-    """The ranges of so many numbers from each begin on, one after the other."""
+    """Joins a range for each begin, which has as many numbers as `lens` says."""
     ends = np.cumsum(lens)
     return np.arange(sum(lens)) + np.repeat(begins - (ends - lens), lens)

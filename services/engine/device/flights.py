@@ -1,8 +1,8 @@
 """The flights of a device: what a step has drawn stays there, and copies travel to the host.
 
-Rows of the next step may take the drawn tokens on the device, before the host has them: those
-behind the drafts that were accepted. The step that verifies drafts may take these from the flights
-of a draft model.
+Rows of the next step may take the drawn tokens on the device, before the host has them: behind
+drafts, a row takes the token that was drawn after the last accepted one. The step that verifies
+drafts may take the drafts from the flights of a draft model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,8 @@ def taken_tokens(
     rows: Sequence[Row], ends: Indices, last: DrawnFlight | None
 ) -> tuple[DrawnFlight | None, dict[str, Indices]]:
     """The flight that draws tokens which the host does not know, and the arrays that `take` needs.
-    It is the `last` one, or the one that all rows of a draft model are behind."""
+    The flight is the `last` one, or for rows of a draft model the target's step that they are
+    behind."""
     flight, taken, by, back = last, list[int](), list[int](), list[int]()
     for row, end in zip(rows, ends.tolist(), strict=True):
         if row.drawn_by is not None:
@@ -74,8 +75,9 @@ def taken_tokens(
 
 
 def take(placed: Mapping[str, Tensor], flight: DrawnFlight) -> None:
-    """Writes `placed`: the tokens that the flight has drawn. A token that is further back than the
-    number of accepted drafts is known. After a fault it is any token."""
+    """Writes the tokens that the flight has drawn into `placed`. A token that is further back than
+    the number of accepted drafts is known, and stays. Behind a fault the token is any one, since
+    the result is dropped."""
     taken, sources, tokens = placed["taken"], placed["sources"], placed["token_ids"]
     if flight.accepted is None:
         tokens.index_copy_(0, taken, flight.drawn[sources].clamp(min=0))

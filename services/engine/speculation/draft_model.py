@@ -45,15 +45,17 @@ class _Cache:
                                                                  have KV, which counts for those
                                                                  that are tokens now
 
-    Where drafts run ahead there may be those of two steps. The first pass of the later ones has
-    computed the KV of the two tokens before them, wherever the earlier ones ended.
+    Where steps run ahead of drafts, two steps may have drafts that are not verified. The first pass
+    of the later step has computed the KV of the two tokens before its drafts, whichever drafts of
+    the earlier step were accepted.
     """
 
     chance: Average
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafted: deque[Drafts] = field(default_factory=deque)
-    """The drafts of steps that were not verified; the first ones are behind num_computed tokens."""
+    """The drafts of each step whose drafts were not verified; the drafts of the first of these
+    steps are behind num_computed tokens."""
 
     def verify(self, sequence: Sequence) -> list[bool]:
         """Which drafts of retired steps have become tokens, up to the first of each step that has
@@ -77,7 +79,7 @@ class _Cache:
 
     def is_behind(self, sequence: Sequence) -> bool:
         """Whether other tokens have to be computed before those of the next drafts' first pass."""
-        if sequence.num_unknown > 1:  # behind drafts, where they are its own
+        if sequence.num_unknown > 1:  # behind drafts in flight: the first pass needs two tokens
             return not self.drafted
         at_most_behind = 1 if sequence.num_unknown else _AT_MOST_BEHIND
         return len(sequence.tokens) - self.num_computed > at_most_behind

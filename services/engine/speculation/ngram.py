@@ -50,8 +50,8 @@ class NgramDrafter:
     on, and becomes longer, as long as the tokens behind it come again, whether they were drafts or
     not. So each token tells how good the matches of a length are, and costs nothing to learn from.
 
-    Where the match ends, the next one is found by a token that no draft was, and by all tokens
-    before it. So drafts are proposed once the host knows the tokens.
+    A match ends at a token that was no draft. The drafter looks for the next match by that token
+    and the tokens before it, so it proposes drafts once the host knows the tokens.
     """
 
     runs_ahead = catches_up = False

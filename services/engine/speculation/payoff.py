@@ -39,7 +39,7 @@ class Drafting:
     """The time, with the others, in which a device waited for the launch that computes beside the
     engine: a step that runs ahead of the step before does not wait."""
     catches_up: bool = False
-    """Whether the step's own time has what was done to catch up."""
+    """Whether the step's duration includes the time in which the device caught up."""
 
 
 @dataclass(slots=True)
