@@ -5,8 +5,8 @@
 // part is padded with zeros. An output's bits depend on nothing but its row, its column and K: sums
 // that are stored and loaded again between two parts of K stay the same.
 //
-// Up to 32 rows read each panel once, from front to back, and wait for memory. Of more rows, a
-// product takes one operand from L1, a panel's part of K, and the other from L2, a block's rows:
+// Up to 32 rows read each panel once, from front to back, and wait for memory. With more rows,
+// a product takes one operand from L1, a panel's part of K, and the other from L2, a block's rows:
 // both from L2 would take longer than the product. Sums wait in L2 for the next part. Outputs that
 // are too many for L2 are written line by line past the caches, since a write to a line that is not
 // there would first read it.
@@ -19,10 +19,11 @@
 
 namespace quire::QUIRE_ISA {
 
-// How far ahead few rows fetch: up to 16 into L1. More read their own inputs from L2 beside that,
-// and fetch into L2, which may have more lines on their way, and from there into L1.
-inline constexpr int64_t kTiledBytes = 6 * 1024, kTiledFarBytes = 12 * 1024;
-inline constexpr int64_t kTiledNearBytes = 2 * 1024;
+// How far ahead few rows fetch their weights. Up to 16 rows fetch them into L1. More rows read
+// their inputs from L2 meanwhile, so they fetch weights into L2, which may have more lines on their
+// way, and from there into L1.
+inline constexpr int64_t kTiledAheadBytes = 6 * 1024;
+inline constexpr int64_t kTiledFarBytes = 12 * 1024, kTiledNearBytes = 2 * 1024;
 inline constexpr int64_t kPanelStep = 4 * kPanel;              // bytes of a panel's step
 inline constexpr int64_t kTileStep = kTileSteps * kPanelStep;  // bytes of a panel in a product
 inline constexpr int64_t kPair = 2;  // panels whose gated outputs in bf16 fill a line
@@ -138,7 +139,7 @@ class TiledLinear {
 
   // The bytes that few rows read soon after those of a product.
   Ahead next_steps(int64_t panel, int64_t num_rows) const {
-    if (num_rows <= kRegisterRows) return {weights(panel, 0) + kTiledBytes, kTileStep, false};
+    if (num_rows <= kRegisterRows) return {weights(panel, 0) + kTiledAheadBytes, kTileStep, false};
     return {weights(panel, 0) + kTiledFarBytes, kTileStep, true, kTiledFarBytes - kTiledNearBytes};
   }
 

@@ -18,8 +18,8 @@ inline f32x16 half_lanes(const uint16_t* from) {
 
 #if defined(__AVX512VBMI__)
 
-// Which bytes of a step become lanes: of 8 columns from `first` on, the two bytes of each that are
-// a pair's codes. A code becomes byte `place` of its lane.
+// The bytes of a step that become lanes: for each of 8 columns from `first` on, the two bytes that
+// have a pair's codes. A code becomes byte `place` of its lane.
 struct PairBytes {
   alignas(64) uint8_t of_lanes[64] = {};
 
