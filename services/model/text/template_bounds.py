@@ -52,7 +52,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Add the check of time to the loops and macros of a template. Raises TemplateError for
         wrong syntax."""
         template = self.parse(source)
-        for repeated in template.find_all((nodes.For, nodes.Macro)):
+        bodies = [loop.body for loop in template.find_all(nodes.For)]
+        bodies += [macro.body for macro in template.find_all(nodes.Macro)]
+        for body in bodies:
             check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-            repeated.body.insert(0, nodes.ExprStmt(check))
+            body.insert(0, nodes.ExprStmt(check))
         return self.from_string(template.set_environment(self))  # type: ignore[arg-type]
