@@ -82,8 +82,11 @@ void ThreadPool::start() {
 void ThreadPool::work(int index, Group& group) {
   std::shared_ptr<const Lanes> lanes;
   uint32_t version = 0;
-  while (!is_ending_) {
+  for (;;) {
+    // Read first: the pool's end is one more start, behind the flag, and must not become the step
+    // whose successor is waited for.
     const uint32_t step = group.started.value();
+    if (is_ending_) return;
     if (version != version_.load()) {
       std::lock_guard<std::mutex> lock(mutex_);
       lanes = lanes_;
