@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.runtime.logging import get_logger
-
-log = get_logger(__name__)
-
 MOST_BYTES = 256 * 1024
 """The largest message. A rank reads the messages of all other ranks, where an all-reduce moves
 about two messages, whatever the number of ranks."""
@@ -47,8 +43,11 @@ def between_gpus(store: Any, rank: int, num_ranks: int, device: torch.device) ->
     """Map the buffers of all ranks, which all call it with the same `store`. If one of them cannot,
     all ranks get None, and NCCL sums all messages: where GPUs do not reach each other's memory, and
     after a reload, since PyTorch connects a process with one set of ranks only."""
-    # Imported here, because CPUs have no use for it and it takes a second.
+    # Imported here: CPUs have no use for the first, which takes a second, and the checks of a GPU run
+    # where nothing but PyTorch and Triton is installed.
     from torch.distributed import _symmetric_memory
+
+    from services.runtime.logging import get_logger
 
     symmetric: Any = _symmetric_memory
     within: Any = dist.PrefixStore("one-shot", store)  # type: ignore[attr-defined]
@@ -63,7 +62,9 @@ def between_gpus(store: Any, rank: int, num_ranks: int, device: torch.device) ->
         try:
             found = take()
         except RuntimeError as error:
-            log.warning("no_symmetric_memory", reason=str(error).partition("\n")[0])
+            get_logger(__name__).warning(
+                "no_symmetric_memory", reason=str(error).partition("\n")[0]
+            )
         within.set(f"{step}/{rank}", "failed" if found is None else "done")
         answers = [within.get(f"{step}/{each}") for each in range(num_ranks)]
         return found if set(answers) == {b"done"} else None

@@ -54,6 +54,7 @@ def with_another_supervisor(start: Callable[..., Run]) -> Run:
     assert b"--handover=" in Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
     hindrance.unlink()
     wait_until(lambda: len(run.pids("prefill")) == 1, explain=run.text)
+    wait_until(lambda: len(run.pids("block_manager")) == 1, explain=run.text)
     return run
 
 
