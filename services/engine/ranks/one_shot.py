@@ -43,8 +43,8 @@ def between_gpus(store: Any, rank: int, num_ranks: int, device: torch.device) ->
     """Map the buffers of all ranks, which all call it with the same `store`. If one of them cannot,
     all ranks get None, and NCCL sums all messages: where GPUs do not reach each other's memory, and
     after a reload, since PyTorch connects a process with one set of ranks only."""
-    # Imported here: CPUs have no use for the first, which takes a second, and the checks of a GPU run
-    # where nothing but PyTorch and Triton is installed.
+    # Imported here: CPUs have no use for the first, which takes a second, and the checks of a GPU
+    # run where nothing but PyTorch and Triton is installed.
     from torch.distributed import _symmetric_memory
 
     from services.runtime.logging import get_logger
