@@ -112,7 +112,7 @@ class LateFlight:
         return replace(known, drawn_by=None, behind=None, num_unknown=0)
 
     def accepted(self, place: int) -> tuple[list[int], int]:
-        """What a row drew up to the first token that is no draft of its own, and how many tokens
+        """The draws of a row up to the first token that is no draft of its own, and how many tokens
         before that token are drafts."""
         result = self.result()[place]  # then the row is known
         row = self.rows[place]

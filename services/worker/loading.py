@@ -207,11 +207,15 @@ class _Load:
             backend.check_attention(shape)
         except (kvops.BackendUnavailable, ValueError) as error:
             raise StartupError(f"the draft model {plan.directory}: {error}") from error
-        device = str(self.device.torch)
-        planned = backend.needs_plan or self.backend.needs_plan
         return load_draft(
-            *(settings, plan, backend, self.dtype_name, device, self.cache, self.progress),
-            runs_ahead=backend.has_sampler and not planned,
+            settings,
+            plan,
+            backend,
+            self.dtype_name,
+            str(self.device.torch),
+            self.cache,
+            self.progress,
+            runs_ahead=backend.has_sampler and not (backend.needs_plan or self.backend.needs_plan),
         )
 
     def _shared_weights(self) -> SharedWeights | None:
