@@ -5,4 +5,5 @@ from bench.peers.openvino import OpenVino
 from bench.peers.peer import Peer
 from bench.peers.vllm import Vllm
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (Vllm(), OpenVino(), LlamaCpp())}
+OPENVINO = OpenVino(), OpenVino("openvino-16", activation_group=0)
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (Vllm(), *OPENVINO, LlamaCpp())}

@@ -3,7 +3,8 @@
 Its OpenAI server (OpenVINO Model Server) is on no package index, so that a small one of ours stands
 around the pipeline (`bench/peers/inside/openvino_server.py`). Int8 is weights per channel, int4 is
 NNCF's asymmetric kind with a scale for each group of 128 inputs and an int8 head. Beside both,
-activations become int8 as they come, in groups of 32: the plugin's default.
+activations become int8 as they come, in groups of 32, which is the plugin's default; as the peer
+`openvino-16` they stay in bfloat16, which is slower and better (`bench/quality.py`).
 """
 
 from collections.abc import Mapping
@@ -37,14 +38,20 @@ _WEIGHTS: dict[Dtype, tuple[str, ...]] = {
     # 16 bits of storage: the plugin computes in bfloat16 by its own conversion
     "bfloat16": ("fp16",),
     "int8": ("int8",),
-    # what optimum-intel does with a model that it has no settings for, said here to stay so
-    "int4": ("int4", "--group-size", "128", "--ratio", "1.0"),
+    # what optimum-intel does with a model that it has no settings for, said here to stay so; groups
+    # of a linear whose inputs are no multiple of 128 are smaller
+    "int4": ("int4", "--group-size", "128", "--ratio", "1.0", "--group-size-fallback", "adjust"),
 }
 
 
 class OpenVino:
-    name = "openvino"
     formats: Mapping[Dtype, str] = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
+
+    def __init__(self, name: str = "openvino", activation_group: int = 32) -> None:
+        """`activation_group` inputs share a scale of int8 activations beside quantized weights; 0
+        keeps activations in bfloat16."""
+        self.name = name
+        self._activation_group = activation_group
 
     @property
     def is_ready(self) -> bool:
@@ -66,7 +73,7 @@ class OpenVino:
         return directory
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        options = (*run.arguments, *_quantized(dtype))
+        options = (*run.arguments, *self._activations(dtype))
         return figures(self._command("engine.py", "openvino", "--model", str(model), *options))
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
@@ -77,11 +84,15 @@ class OpenVino:
             "--max-num-seqs": str(options.max_num_seqs),
         }
         words = (word for flag in flags.items() for word in flag)
-        return self._command("openvino_server.py", *words, *_quantized(dtype))
+        return self._command("openvino_server.py", *words, *self._activations(dtype))
+
+    def quality(self, model: Path, dtype: Dtype, texts: Path) -> Command:
+        """A program that prints what the model says about the texts of a JSON file."""
+        options = ("--model", str(model), "--texts", str(texts), *self._activations(dtype))
+        return self._command("openvino_quality.py", *options)
+
+    def _activations(self, dtype: Dtype) -> tuple[str, ...]:
+        return () if dtype == "bfloat16" else ("--activation-group", str(self._activation_group))
 
     def _command(self, script: str, *arguments: str) -> Command:
         return Command((str(_ENVIRONMENT.python), str(_INSIDE / script), *arguments))
-
-
-def _quantized(dtype: Dtype) -> tuple[str, ...]:
-    return () if dtype == "bfloat16" else ("--activation-group", "32")
