@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvops import int8_kv
+from kvops.checks import DTYPES, check_beside, check_index, check_norm, check_rotation, fits, shown
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
 from kvops.grouped import GroupedWeight
@@ -29,8 +30,6 @@ from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms, 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INDEX_DTYPES = (torch.int32, torch.int64)
 _SMALL = {
     torch.int8: ("int8", "'cpu' has"),
     torch.float8_e4m3fn: ("fp8", "'triton' has, and on GPUs attention 'triton' and 'flashinfer'"),
@@ -127,13 +126,13 @@ class Backend:
         q: [T, H, D], k, v: [T, K, D], any strides.
         """
         self._check_stored(kv_layer, k, v, slot_mapping)
-        _check("q", q, k, (k.shape[0], -1, k.shape[2]))
+        check_beside("q", q, k, (k.shape[0], -1, k.shape[2]))
         if rotation is not None:
-            _check_rotation(q, k, *rotation)
+            check_rotation(q, k, *rotation)
         if norms is not None:
             for x, weight in ((q, norms.query), (k, norms.key)):
                 is_whole = len(weight) == x.shape[1] * x.shape[2]
-                _check_norm(weight, x.flatten(1) if is_whole else x)
+                check_norm(weight, x.flatten(1) if is_whole else x)
         return self._kernels.store_heads(
             HeadsCall(kv_layer, q, k, v, slot_mapping, norms, rotation)
         )
@@ -145,9 +144,9 @@ class Backend:
 
         kv: the arena. slot_mapping: [T], int; as for `store_kv`.
         """
-        if not _fits(kv, (-1, -1, 2, -1, -1, -1)):
-            raise ValueError(f"kv: {_shape(kv)} is not an arena")
-        _check_index("slot_mapping", slot_mapping, (-1,))
+        if not fits(kv, (-1, -1, 2, -1, -1, -1)):
+            raise ValueError(f"kv: {shown(kv)} is not an arena")
+        check_index("slot_mapping", slot_mapping, (-1,))
         if self._kernels.reads_whole_blocks:
             self._kernels.clear_begun_blocks(kv, slot_mapping)
 
@@ -186,13 +185,13 @@ class Backend:
         device. If it is 1 and T = B, each row has one new token: a decode step. Result: [T, H, D].
         """
         num_kv_heads, head_dim = self._heads(kv_layer)
-        _check("q", q, _beside(kv_layer, q), (-1, -1, head_dim))
+        check_beside("q", q, _beside(kv_layer, q), (-1, -1, head_dim))
         if q.shape[1] % num_kv_heads:
             raise ValueError(f"{num_kv_heads} kv heads do not divide {q.shape[1]} query heads")
-        _check_index("context_lens", context_lens, (-1,))
+        check_index("context_lens", context_lens, (-1,))
         num_rows = context_lens.shape[0]
-        _check_index("cu_query_lens", cu_query_lens, (num_rows + 1,))
-        _check_index("block_tables", block_tables, (num_rows, -1))
+        check_index("cu_query_lens", cu_query_lens, (num_rows + 1,))
+        check_index("block_tables", block_tables, (num_rows, -1))
         if not scale > 0:
             raise ValueError(f"scale: {scale} is not positive; the largest product scores highest")
         if window is not None and window < 1:
@@ -203,7 +202,7 @@ class Backend:
             if not self._kernels.has_sinks:
                 raise ValueError(f"sinks: backend {self.name!r} has no attention sinks")
             if sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32:
-                raise ValueError(f"sinks: {_shape(sinks)} is not fp32 {[q.shape[1]]}")
+                raise ValueError(f"sinks: {shown(sinks)} is not fp32 {[q.shape[1]]}")
         if q.shape[0] > num_rows * max_query_len:
             raise ValueError(
                 f"max_query_len: {num_rows} rows of at most {max_query_len} tokens are fewer than "
@@ -223,10 +222,10 @@ class Backend:
         All source blocks are read before any destination is written.
         """
         if kv.dim() < 2:
-            raise ValueError(f"kv: {_shape(kv)} has no blocks in it")
+            raise ValueError(f"kv: {shown(kv)} has no blocks in it")
         if source is not None and (source.shape[1:], source.dtype) != (kv.shape[1:], kv.dtype):
-            raise ValueError(f"source: {_shape(source)} has other blocks than {_shape(kv)}")
-        _check_index("pairs", pairs, (-1, 2))
+            raise ValueError(f"source: {shown(source)} has other blocks than {shown(kv)}")
+        check_index("pairs", pairs, (-1, 2))
         self._kernels.copy_blocks(kv, pairs, source)
 
     def linear(
@@ -236,16 +235,16 @@ class Backend:
         rounded to x's dtype, except for the scale of each output. More than 16 rows beside weights
         in fp8 may be rounded to fp8 too (`kvops.fp8.rounded`). Result: [T, out]."""
         if isinstance(weight, GroupedWeight):
-            _check("x", x, x, (-1, weight.num_inputs))
+            check_beside("x", x, x, (-1, weight.num_inputs))
             if weight.codes.device != x.device:
                 raise ValueError(f"weight: on {weight.codes.device}, x on {x.device}")
             num_outputs = len(weight.codes)
         else:
-            _check("x", x, weight, (-1, weight.shape[-1]))
-            _check("weight", weight, weight, (-1, -1))
+            check_beside("x", x, weight, (-1, weight.shape[-1]))
+            check_beside("weight", weight, weight, (-1, -1))
             num_outputs = len(weight)
         if bias is not None:
-            _check("bias", bias, x, (num_outputs,))
+            check_beside("bias", bias, x, (num_outputs,))
         return self._kernels.linear(x, weight, bias)
 
     def add_low_rank(
@@ -259,22 +258,22 @@ class Backend:
         in x's dtype, and the rank, a multiple of 16 up to `max_rank`, 0 if the adapter does not
         change it. The launches depend on T and `max_rank` alone, as a CUDA graph needs it.
         """
-        _check("x", x, y, (len(y), -1))
-        _check("y", y, x, (-1, -1))
+        check_beside("x", x, y, (len(y), -1))
+        check_beside("y", y, x, (-1, -1))
         if tables.shape != (len(y),) or tables.dtype != torch.int64:
-            raise ValueError(f"tables: {_shape(tables)} is not int64 {[len(y)]}")
+            raise ValueError(f"tables: {shown(tables)} is not int64 {[len(y)]}")
         self._kernels.add_low_rank(y, x, tables, linear, max_rank)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and
         Sennrich, 2019). x: [..., n], weight: [n], of x's dtype or fp32. Result: x's shape."""
-        _check_norm(weight, x)
+        check_norm(weight, x)
         return self._kernels.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Writes `residual`: adds x to it. Result: the rms_norm of the sum. Both are [..., n]."""
-        _check("residual", residual, x, tuple(x.shape))
-        _check_norm(weight, x)
+        check_beside("residual", residual, x, tuple(x.shape))
+        check_norm(weight, x)
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -284,18 +283,18 @@ class Backend:
 
         q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, R / 2], fp32, R at most D.
         """
-        _check_rotation(q, k, cos, sin)
+        check_rotation(q, k, cos, sin)
         self._kernels.rope(q, k, cos, sin)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
-        _check("up", up, gate, tuple(gate.shape))
+        check_beside("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
 
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Computes gelu(gate) * up, elementwise, with gelu's approximation by tanh (Hendrycks and
         Gimpel, 2016). Both are [T, n], any strides."""
-        _check("up", up, gate, tuple(gate.shape))
+        check_beside("up", up, gate, tuple(gate.shape))
         return self._kernels.gelu_mul(gate, up)
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
@@ -304,18 +303,18 @@ class Backend:
         x's shape."""
         num, hidden = weights.router.shape
         gate_up, down, width = weights.gate_up, weights.down, weights.width
-        _check("x", x, x, (-1, hidden))
+        check_beside("x", x, x, (-1, hidden))
         for name, one, shape in (
             ("gate_up", gate_up, (num, 2 * width, hidden)),
             ("down", down, (num, hidden, width)),
         ):
             if isinstance(one, GroupedWeight):
                 if (len(one.codes), one.num_inputs) != (shape[0] * shape[1], shape[2]):
-                    raise ValueError(f"{name}: {_shape(one.codes)} is not {list(shape)}")
+                    raise ValueError(f"{name}: {shown(one.codes)} is not {list(shape)}")
             else:
-                _check(name, one, x, shape)
+                check_beside(name, one, x, shape)
         if weights.router.shape != (num, hidden) or weights.router.dtype != torch.float32:
-            raise ValueError(f"router: {_shape(weights.router)} is not fp32 {[num, hidden]}")
+            raise ValueError(f"router: {shown(weights.router)} is not fp32 {[num, hidden]}")
         if not 1 <= weights.top_k <= num:
             raise ValueError(f"top_k: {weights.top_k} is not between 1 and {num} experts")
         return self._kernels.experts(x, weights)
@@ -331,70 +330,30 @@ class Backend:
         logits: fp32 [states, vocab_size], rows contiguous. `tables` is None if no draw has a slot.
         """
         if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
-            raise ValueError(f"logits: {_shape(logits)} is not fp32 [states, vocab_size]")
+            raise ValueError(f"logits: {shown(logits)} is not fp32 [states, vocab_size]")
         size = len(draws.state)
         for field, dtype in DRAW_DTYPES.items():
             tensor = getattr(draws, field)
             if tensor.shape != (size,) or tensor.dtype != dtype or tensor.device != logits.device:
-                raise ValueError(f"{field}: {_shape(tensor)} is not {dtype} [{size}]")
+                raise ValueError(f"{field}: {shown(tensor)} is not {dtype} [{size}]")
         return self._kernels.sample(logits, draws, tables)
 
     def _check_stored(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        _check("k", k, _beside(kv_layer, k), (-1, *self._heads(kv_layer)))
-        _check("v", v, k, tuple(k.shape))
-        _check_index("slot_mapping", slot_mapping, (k.shape[0],))
+        check_beside("k", k, _beside(kv_layer, k), (-1, *self._heads(kv_layer)))
+        check_beside("v", v, k, tuple(k.shape))
+        check_index("slot_mapping", slot_mapping, (k.shape[0],))
 
     def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
         """Return the number of heads and the head size of one layer of an arena."""
         is_known = kv_layer.dtype in (*DTYPES, *self.kv_dtypes)
-        if not _fits(kv_layer, (-1, 2, -1, -1, -1)) or not is_known:
+        if not fits(kv_layer, (-1, 2, -1, -1, -1)) or not is_known:
             raise ValueError(
-                f"kv_layer: {_shape(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, "
+                f"kv_layer: {shown(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, "
                 f"head_dim] of a dtype that backend {self.name!r} has"
             )
         num_kv_heads, width = kv_layer.shape[3:]
         has_scale = kv_layer.dtype == torch.int8
         return num_kv_heads, width - int8_kv.SCALE_BYTES if has_scale else width
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-
-
-def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor has this shape; -1 in `shape` means any size."""
-    return tensor.dim() == len(shape) and all(
-        wanted in (-1, size) for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-
-
-def _check(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
-    if (
-        not _fits(tensor, shape)
-        or tensor.dtype != like.dtype
-        or tensor.device != like.device
-        or tensor.dtype not in DTYPES
-    ):
-        raise ValueError(f"{name}: {_shape(tensor)} is not {list(shape)} beside {_shape(like)}")
-
-
-def _check_norm(weight: Tensor, x: Tensor) -> None:
-    like = weight if weight.dtype == torch.float32 and weight.device == x.device else x
-    _check("weight", weight, like, (x.shape[-1],))
-
-
-def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    num_tokens, _, head_dim = q.shape
-    _check("k", k, q, (num_tokens, -1, head_dim))
-    for name, table in (("cos", cos), ("sin", sin)):
-        fits = _fits(table, (num_tokens, cos.shape[-1])) and 2 * cos.shape[-1] <= head_dim
-        if table.dtype != torch.float32 or not fits:
-            raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, R / 2] of q {_shape(q)}")
-
-
-def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if not _fits(tensor, shape) or tensor.dtype not in _INDEX_DTYPES:
-        raise ValueError(f"{name}: {_shape(tensor)} is not an integer {list(shape)}")
 
 
 def _beside(kv_layer: Tensor, x: Tensor) -> Tensor:
