@@ -35,7 +35,7 @@ TEXT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a model says about all positions of the texts but each first one."""
+    """A model's judgement of all positions of the texts but each first one."""
 
     likeliest: list[int]
     logprobs: list[float]

@@ -121,8 +121,8 @@ async def _until_stopped(
         loop.add_signal_handler(signum, on_signal, signum.name)
     await serve(settings, stop)
     log.info("service_stopped")
-    # `serve` has cleaned up. What may still run are threads that import or load, for which
-    # asyncio.run would wait: up to `stop_grace_s` where many workers start on few CPUs.
+    # `serve` has cleaned up. Threads that import or load may still run, and asyncio.run would wait
+    # for them: up to `stop_grace_s` where many workers start on few CPUs.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

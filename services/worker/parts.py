@@ -41,7 +41,7 @@ _NUM_WARM_UP_TOKENS = 32
 
 @dataclass(slots=True)
 class KeptParts:
-    """What a worker has in either role."""
+    """The parts that a worker has in either role."""
 
     parts: WorkerParts
     works: Sequence[Coroutine[Any, Any, None]]

@@ -1,4 +1,4 @@
-"""What a model says about texts; run by OpenVINO's own interpreter.
+"""Prints the likeliest tokens of a model in texts; run by OpenVINO's own interpreter.
 
     python openvino_quality.py --model DIR --texts FILE [--activation-group 32]
 

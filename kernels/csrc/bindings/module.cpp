@@ -48,7 +48,7 @@ std::vector<LaneSpec> lanes_of(const std::vector<int>& cpus,
 NB_MODULE(_native, m) {
   using namespace quire;
 
-  // What a program has frozen out of its garbage collections (gc.freeze) lives to its end: no leak.
+  // Objects that a program has frozen (gc.freeze) live to its end: no leak.
   nb::set_leak_warnings(false);
 
   m.def(

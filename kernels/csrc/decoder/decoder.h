@@ -1,5 +1,5 @@
 // A decoder-only transformer without its head: one call computes one step of a batch, all layers,
-// without Python in between. What a family of models lacks is null, 0 or 1 here.
+// without Python in between. A feature that a family of models lacks is null, 0 or 1 here.
 //
 // The residual stream is fp32. A linear's input is rounded to the weights' kind (fp32, bf16, or
 // bytes with a scale for each token); queries are fp32 beside fp32 weights and otherwise bf16, as

@@ -12,7 +12,7 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 inline constexpr int kPackedSteps = 16;
 
-// One row of the source on its way into a panel. What is behind its `k` values is 0.
+// One row of the source on its way into a panel. Values behind its `k` values are 0.
 template <typename Source>
 struct PackedRow {
   const Source* values;

@@ -165,8 +165,8 @@ def _store_first_largest(values, columns, largest_to, spot_to):
 
 @triton.jit
 def comes_last(logits, which, row, num_rows):
-    """Whether this program is the last of its row here. What the others have stored before is
-    visible to it then."""
+    """Whether this program is the last of its row here. Values that the others have stored before
+    are visible to it then."""
     tl.debug_barrier()
     num_others = tl.atomic_add(logits.progress + which * num_rows + row, 1, sem="acq_rel")
     return num_others == logits.num_parts - 1

@@ -36,8 +36,8 @@ class Reloader:
         one. Returns the ids of the workers that serve them; none if they did so before.
 
         Raises InvalidRequest if the workers cannot serve the weights, and Unavailable if a worker
-        starts, drains or does not answer. What the workers serve has changed only if the error
-        says so.
+        starts, drains or does not answer. The weights that the workers serve have changed only if
+        the error says so.
         """
         async with self._lock:
             old = await self._serving(registry, model)

@@ -53,7 +53,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, launch: Callable[[], Tensor]) -> Tensor:
-        # What other threads do meanwhile, such as a copy, is no error of the capture.
+        # An operation of another thread meanwhile, such as a copy, is no error of the capture.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
             return launch()

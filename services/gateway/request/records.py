@@ -30,7 +30,7 @@ _MAX_TEXT_CHARS = 400
 
 
 class Root(NamedTuple):
-    """What two requests must have in common to share cached blocks, beside the tokens."""
+    """The values that two requests must share, beside the tokens, to share cached blocks."""
 
     cache_salt: int
     """The hash of the cache salt, with the tenant."""

@@ -40,7 +40,7 @@ class EmbeddingConfig:
     problem: str = ""
     """The reason for which the embeddings cannot be computed; empty if they can."""
     score: Activation | None = None
-    """What turns a cross-encoder's logit into its score; None for any other model."""
+    """The function that turns a cross-encoder's logit into its score; None for any other model."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> "EmbeddingConfig":
@@ -83,8 +83,8 @@ def _mode(fields: JsonFields, problem: str) -> tuple[Mode, str]:
 
 
 def _activation(fields: JsonFields) -> Activation | None:
-    """What config.json applies to the logit of its classification head, as vLLM reads it. Raises
-    StartupError for another number of labels than 1, or another function."""
+    """The function that config.json applies to the logit of its classification head, as vLLM reads
+    it. Raises StartupError for another number of labels than 1, or another function."""
     names = fields.value("architectures")
     if not (isinstance(names, list) and names and str(names[0]).endswith(CLASSIFIER)):
         return None

@@ -1,7 +1,8 @@
 """jinja2's sandbox with a limit of time and of output: a template renders in the gateway's threads,
 and a client's messages decide how long it takes.
 
-The limits are checked between expressions. What one expression makes on the way is not measured.
+The limits are checked between expressions. The values that one expression makes on the way are
+not measured.
 """
 
 import time

@@ -14,7 +14,7 @@ and then the checksum, and removes a file that it doubts.
 All workers of the host share a directory. A file's modification time is the time of its last use,
 less _AGE_S for each block that is before it in the prompt, because the end of a prompt is of no use
 without its beginning. The files with the earliest times are removed first: a worker that finds more
-than 95 % of the budget leaves 90 %. What all workers write between two such looks is at most 5 %.
+than 95 % of the budget leaves 90 %. All workers together write at most 5 % between two such looks.
 """
 
 import errno
@@ -42,7 +42,7 @@ class BadFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """What a block is: the fields of its stamp, and its place in the prompt, from 0."""
+    """The identity of a block: the fields of its stamp, and its place in the prompt, from 0."""
 
     prefix_hash: PrefixHash
     parent: PrefixHash
@@ -63,7 +63,7 @@ class BlockFiles:
         self._budget_bytes = budget_bytes
         self._num_writers = num_writers
         self._room_bytes = 0
-        """What this worker may write before it looks again how full the directory is."""
+        """The bytes that this worker may write before it looks again how full the directory is."""
 
     def has(self, prefix_hash: PrefixHash) -> bool:
         return os.access(self._path(prefix_hash), os.R_OK)

@@ -19,7 +19,7 @@ _IS_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 def read_harmony(reader: Reader, writer: PartWriter, *, has_calls: bool) -> Reading[None]:
-    """Reads messages to the end. What has no complete header is content."""
+    """Reads messages to the end. Text without a complete header is content."""
     while (yield from reader.until((START, CHANNEL), writer.content)):
         reader.hold()
         try:

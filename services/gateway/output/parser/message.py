@@ -136,7 +136,7 @@ def _read_marked(
     reader: Reader, writer: PartWriter, begin: str, end: str, body: Callable[[], Reading[None]]
 ) -> Reading[None]:
     """Reads content to the end of the text, with calls between `begin` and `end`; "": they end by
-    themselves. What is no call is content, up to the character where that shows."""
+    themselves. Other text is content, up to the character where that shows."""
     while (yield from reader.until((begin,), writer.content)):
         num_before = writer.num_calls
         reader.hold()
