@@ -145,11 +145,6 @@ def test_items_of_codex_are_a_conversation() -> None:
     assert prompt[4].fields == REASONED
 
 
-def test_reference_to_anything_but_reasoning_is_refused() -> None:
-    with pytest.raises(Exception, match="Quire keeps no items: send the item 'msg_1' itself"):
-        conversation({"type": "item_reference", "id": "msg_1"})
-
-
 def test_body_of_codex_is_taken() -> None:
     tools = [{"type": "web_search"}, {"type": "function", "name": "shell", "strict": False}]
     body = {

@@ -87,33 +87,6 @@ def test_unknown_field_that_would_change_the_tokens_is_refused_by_name(
         assert str(error).startswith(f"{name} is not supported")
 
 
-@pytest.mark.parametrize(
-    ("body", "fields", "message"),
-    [
-        (ChatBody, CHAT | {"enable_thinking": False}, "use chat_template_kwargs"),
-        (ChatBody, CHAT | {"guided_json": {"type": "object"}}, "use structured_outputs.json"),
-        (ChatBody, CHAT | {"functions": [{"name": "f"}]}, "use tools"),
-        (ChatBody, CHAT | {"mirostat": 2}, "mirostat is not supported"),
-        (ChatBody, CHAT | {"n_predict": 5}, "use max_tokens"),
-        (ChatBody, CHAT | {"add_special_tokens": True}, "add_special_tokens is not supported"),
-        (CompletionBody, {"prompt": "Hi", "suffix": "x"}, "suffix is not supported"),
-        (ResponsesBody, {"input": "Hi", "max_tokens": 5}, "use max_output_tokens"),
-        (
-            ChatBody,
-            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-            "messages[0].function_call is not supported; use tool_calls",
-        ),
-        (
-            ChatBody,
-            {"messages": [{"role": "user", "content": "", "images": ["x"]}]},
-            "messages[0].images is not supported",
-        ),
-    ],
-)
-def test_refusal_says_what_to_use(body: type[Any], fields: dict[str, Any], message: str) -> None:
-    assert message in str(refusal(body, fields))
-
-
 def test_prompt_can_be_without_special_tokens_and_without_a_turn_of_the_model() -> None:
     (text,) = asked(CompletionBody, {"prompt": "Hi", "add_special_tokens": False})
     assert not text.add_special_tokens

@@ -62,18 +62,6 @@ async def test_a_chat_is_retained_up_to_each_breakpoint(
     )
 
 
-@pytest.mark.parametrize("control", [{"type": "forever"}, {**BREAK, "ttl": "2d"}, "5m"])
-async def test_a_breakpoint_of_another_kind_is_refused(
-    http: httpx.AsyncClient, control: object
-) -> None:
-    messages = [{"role": "user", "content": "Hi", "cache_control": control}]
-    answer = await http.post("/v1/chat/completions", json={"messages": messages})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (
-        400,
-        "messages[0].cache_control",
-    )
-
-
 @pytest.mark.parametrize(
     ("prefix", "prompt"),
     [({"prompt": "Hi"}, "Hi"), ({"tokens": [1, 2]}, (1, 2)), (HI, (ChatMessage("user", "Hi"),))],
@@ -94,17 +82,6 @@ async def test_a_prefix_is_retained_by_name(
         assert (request.prompt, request.model) == (prompt, "org/tiny")
         assert request.retain == (RetainDirective(60, "p"),)
         assert (request.sampling.max_tokens, request.add_generation_prompt) == (1, False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"prompt": "Hi", "tokens": [1]}, "prompt"), ({"tokens": [1], "ttl": "2d"}, "ttl"), ({}, "")],
-)
-async def test_a_wrong_prefix_is_refused(
-    http: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
-    answer = await http.post("/v1/cache", json={"name": "p", **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param or "prompt")
 
 
 async def test_retained_prefixes_are_listed_and_dropped(http: httpx.AsyncClient) -> None:

@@ -7,8 +7,6 @@ import numpy as np
 import openai
 import pytest
 
-from services.runtime.errors import PromptTooLong, QueueFull
-
 from .conftest import FakeGenerator
 
 VALUES = [0.6, -0.8]
@@ -45,41 +43,6 @@ async def test_every_form_of_input(
     many = len(prompts) > 1
     names = [f"r-{i}" for i in range(len(prompts))] if many else ["r"]
     assert [request.request_id for request in generator.embedding_requests] == names
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ({}, "input: Field required"),
-        ({"input": 3}, "input: must be text, token ids, or a list of either"),
-        ({"input": ["a", 3]}, "input: must be text, token ids, or a list of either"),
-        ({"input": ["a"] * 2049}, "input: 2049 prompts, at most 2048"),
-        ({"input": "a", "dimensions": 0}, "dimensions: Input should be greater than or equal to 1"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format: Input should be"),
-        ({"input": "a", "truncate_prompt_tokens": "5"}, "truncate_prompt_tokens: Input should be"),
-        ({"input": "a", "truncation_side": "middle"}, "truncation_side: Input should be 'left'"),
-    ],
-)
-async def test_a_bad_body_is_refused(
-    http: httpx.AsyncClient, generator: FakeGenerator, body: dict[str, Any], problem: str
-) -> None:
-    answer = await http.post("/v1/embeddings", json=body)
-    assert answer.status_code == 400
-    assert problem in answer.json()["error"]["message"]
-    assert not generator.embedding_requests
-
-
-@pytest.mark.parametrize(
-    ("error", "status"), [(PromptTooLong("too long", "prompt"), 400), (QueueFull("full", 2.0), 429)]
-)
-async def test_an_error_of_one_input_is_that_of_the_call(
-    http: httpx.AsyncClient, generator: FakeGenerator, error: Exception, status: int
-) -> None:
-    generator.error = error
-    answer = await http.post("/v1/embeddings", json={"input": ["a", "b"]})
-    assert answer.status_code == status
-    if status == 400:
-        assert answer.json()["error"]["param"] == "input"
 
 
 async def test_a_few_inputs_run_at_a_time(

@@ -14,36 +14,30 @@ from .conftest import HI, FakeGenerator, soon
 from .raw import connected, post
 
 
-@pytest.mark.parametrize("pause_at", [0, 2])
-async def test_leaving_a_stream_closes_the_generator(
-    http: httpx.AsyncClient, generator: FakeGenerator, pause_at: int
-) -> None:
-    """At once, while the stream waits for its first token or for a later one."""
-    generator.pause_at = pause_at
-    task = asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi", "stream": True}))
-    async with soon():
-        await generator.paused.wait()
-        assert not generator.closed.is_set()
-        task.cancel()
-        await generator.closed.wait()
-
-
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "pause_at"),
     [
-        ("chat/completions", HI),
-        ("messages", {**HI, "max_tokens": 9}),
-        ("messages", {**HI, "max_tokens": 9, "stream": True}),
-        ("rerank", {"query": "a", "documents": ["b"]}),
+        ("completions", {"prompt": "Hi", "stream": True}, 0),
+        ("completions", {"prompt": "Hi", "stream": True}, 2),
+        ("chat/completions", HI, 1),
+        ("messages", {**HI, "max_tokens": 9}, 1),
+        ("messages", {**HI, "max_tokens": 9, "stream": True}, 1),
+        ("rerank", {"query": "a", "documents": ["b"]}, 1),
     ],
 )
 async def test_leaving_an_answer_closes_the_generator(
-    http: httpx.AsyncClient, generator: FakeGenerator, path: str, body: dict[str, Any]
+    http: httpx.AsyncClient,
+    generator: FakeGenerator,
+    path: str,
+    body: dict[str, Any],
+    pause_at: int,
 ) -> None:
-    generator.pause_at = 1
+    """At once, while the client waits for its first token or for a later one."""
+    generator.pause_at = pause_at
     task = asyncio.create_task(http.post(f"/v1/{path}", json=body))
     async with soon():
         await generator.paused.wait()
+        assert not generator.closed.is_set()
         task.cancel()
         await generator.closed.wait()
 

@@ -257,26 +257,3 @@ async def test_a_prompt_is_scored_without_an_answer(
         {" you": -4.0, " a": -1.5},
     ]
     assert generator.requests[0].sampling.max_tokens == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "problem"),
-    [
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs is for requests with logprobs"),
-        ("chat/completions", {"logprobs": 2}, "logprobs"),
-        ("chat/completions", {"echo": True}, "echo is not supported"),
-        ("completions", {"logprobs": True}, "logprobs"),
-        ("completions", {"logprobs": "5"}, "logprobs"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, "not available with stream"),
-    ],
-)
-async def test_unsupported_logprobs_are_refused(
-    http: httpx.AsyncClient, path: str, fields: dict[str, Any], problem: str
-) -> None:
-    prompts: dict[str, dict[str, Any]] = {
-        "completions": {"prompt": "Hi"},
-        "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-    }
-    answer = await http.post(f"/v1/{path}", json={**prompts[path], **fields})
-    assert answer.status_code == 400
-    assert problem in answer.json()["error"]["message"]

@@ -101,6 +101,10 @@ async def test_bodies_and_answers_fit_the_document(
         ("/v1/messages", {**HI, "max_tokens": 9, "output_format": {"type": "json_schema"}}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "tool", "content": "x"}]}),
         ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}),
+        ("/v1/embeddings", {"input": 3}),
+        ("/v1/score", {"text_1": "a", "text_2": [3]}),
+        ("/v1/cache", {"name": "p", "tokens": [1], "ttl": "2d"}),
+        ("/tokenize", {"prompt": 3}),
         ("/detokenize", {"tokens": ["x"]}),
     ],
 )
@@ -131,23 +135,6 @@ async def test_a_chat_and_a_text_are_tokenized(
     assert (text.prompt, text.add_generation_prompt) == ("Hi!", True)
     assert (chat.prompt, chat.add_generation_prompt) == ((ChatMessage("user", "Hi"),), False)
     assert (await http.post("/detokenize", json={"tokens": [1]})).json() == {"prompt": "1 tokens"}
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({}, "one of prompt and messages"),
-        ({"prompt": "Hi", **HI}, "one of prompt and messages"),
-        ({"prompt": "Hi", "chat_template_kwargs": {"a": 1}}, "is for messages"),
-        ({**HI, "add_special_tokens": True}, "is for a prompt"),
-    ],
-)
-async def test_a_wrong_body_to_tokenize_is_refused(
-    http: httpx.AsyncClient, body: dict[str, Any], reason: str
-) -> None:
-    answer = await http.post("/tokenize", json=body)
-    assert answer.status_code == 400
-    assert reason in answer.json()["error"]["message"]
 
 
 async def test_a_clients_deadline_reaches_the_generator(

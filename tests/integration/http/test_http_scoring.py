@@ -6,8 +6,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.runtime.errors import PromptTooLong
-
 from .conftest import FakeGenerator
 
 RANKED = {"query": "east", "documents": ["north", {"text": "east"}, "northeast", "west"]}
@@ -66,36 +64,3 @@ async def test_options_reach_every_text(http: httpx.AsyncClient, generator: Fake
     }
     assert [request.prompt for request in asked] == ["east", "north", "east", "northeast", "west"]
     assert {request.truncation and request.truncation.side for request in asked} == {"right"}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "problem"),
-    [
-        ("score", {}, "give text_1 and text_2, or queries and documents"),
-        ("score", {"text_1": "a", "documents": "b"}, "give text_1 and text_2, or"),
-        ("score", {"text_1": "a", "text_2": []}, "give text_1 and text_2, or"),
-        ("score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "2 texts for 3 others"),
-        ("score", {"text_1": "a", "text_2": ["b", 3]}, "text_2: must be a string or a list"),
-        ("rerank", {"query": "a"}, "documents: Field required"),
-        ("rerank", {"query": ["a"], "documents": ["b"]}, "query: Input should be a valid string"),
-        ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]: Input should be"),
-        ("rerank", {"query": "a", "documents": ["b"] * 2049}, "at most 2048 items"),
-        ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n: Input should be"),
-        ("rerank", {**RANKED, "max_tokens_per_doc": 9}, "use truncate_prompt_tokens"),
-    ],
-)
-async def test_a_bad_body_is_refused(
-    http: httpx.AsyncClient, generator: FakeGenerator, path: str, body: Any, problem: str
-) -> None:
-    answer = await http.post(f"/v1/{path}", json=body)
-    assert answer.status_code == 400
-    assert problem in answer.json()["error"]["message"]
-    assert not generator.embedding_requests
-
-
-async def test_an_error_of_one_text_is_that_of_the_call(
-    http: httpx.AsyncClient, generator: FakeGenerator
-) -> None:
-    generator.error = PromptTooLong("too long", "prompt")
-    answer = await http.post("/v1/rerank", json=RANKED)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")

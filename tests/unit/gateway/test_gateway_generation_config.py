@@ -1,6 +1,7 @@
 """The default sampling parameters: the model's, none, those of a directory, and overrides."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,29 +13,26 @@ from services.runtime.errors import StartupError
 OF_MODEL = GenerationDefaults(temperature=0.6, top_k=20, max_new_tokens=99)
 
 
-def test_auto_takes_the_models() -> None:
-    assert GenerationConfig.read("auto", None).defaults(OF_MODEL) == OF_MODEL
-
-
-def test_vllm_takes_none() -> None:
-    assert GenerationConfig.read("vllm", None).defaults(OF_MODEL) == GenerationDefaults()
+@pytest.mark.parametrize(
+    ("source", "override", "expected"),
+    [
+        ("auto", None, OF_MODEL),
+        ("auto", '{"temperature": 0}', replace(OF_MODEL, temperature=0.0)),
+        ("vllm", None, GenerationDefaults()),
+        ("vllm", '{"temperature": 0}', GenerationDefaults(temperature=0.0)),
+    ],
+)
+def test_an_override_replaces_single_parameters(
+    source: str, override: str | None, expected: GenerationDefaults
+) -> None:
+    """`auto` takes those of the model, and `vllm` none."""
+    assert GenerationConfig.read(source, override).defaults(OF_MODEL) == expected
 
 
 def test_a_directory_replaces_the_models(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.8}')
     config = GenerationConfig.read(str(tmp_path), None)
     assert config.defaults(OF_MODEL) == GenerationDefaults(top_p=0.8)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("auto", GenerationDefaults(temperature=0.0, top_k=20, max_new_tokens=99)),
-        ("vllm", GenerationDefaults(temperature=0.0)),
-    ],
-)
-def test_an_override_replaces_single_parameters(source: str, expected: GenerationDefaults) -> None:
-    assert GenerationConfig.read(source, '{"temperature": 0}').defaults(OF_MODEL) == expected
 
 
 @pytest.mark.parametrize(

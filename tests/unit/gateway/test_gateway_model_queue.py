@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from services.gateway.scheduling.request_queue import RequestQueue
 from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order, queue_order
-from tests.clock import Clock
-from tests.memory_registry import MemoryRegistry
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +46,6 @@ def drained(line: RequestQueue[QueuedRequest]) -> list[int]:
 def test_lower_priority_first_then_arrival() -> None:
     positions = ((1, 0), (2, 5), (3, -5), (4, 0), (5, -5))
     assert drained(line_of(*(queued(*one) for one in positions))) == [3, 5, 1, 4, 2]
-
-
-def test_a_request_that_comes_back_stands_where_it_stood() -> None:
-    line = RequestQueue[QueuedRequest]()
-    early, late = queued(1), queued(2)
-    add(line, late)
-    add(line, early)
-    assert line.first() is early
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
@@ -104,31 +94,6 @@ def test_an_order_names_one_priority_and_arrival(
     assert parts_of_order(order) == (priority, arrival)
     if arrival != another_arrival:
         assert order != queue_order(another, another_arrival)
-
-
-async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_minute() -> None:
-    """1,152 requests of priority -128 wait before five of priority 0, and one more comes for each
-    that is served: ten a second. First come, first served, the five would wait for 115.2 s."""
-    clock = Clock()
-    registry, line = MemoryRegistry(clock), RequestQueue[QueuedRequest]()
-
-    async def comes(priority: int) -> None:
-        add(line, queued(await registry.next_arrival(), priority))
-
-    for priority in [-128] * 1152 + [0] * 5:
-        clock.now_s += 0.001
-        await comes(priority)
-    began_s, waited_s = clock.now_s, list[float]()
-    while len(waited_s) < 5 and clock.now_s < began_s + 3600:
-        first = line.first()
-        assert first is not None
-        line.remove(first)
-        clock.now_s += 0.1
-        if first.priority == 0:
-            waited_s.append(clock.now_s - began_s)
-        await comes(-128)
-    assert len(waited_s) == 5, "starved for an hour"
-    assert max(waited_s) < 115.7 + 60
 
 
 @given(

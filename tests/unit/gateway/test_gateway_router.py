@@ -11,7 +11,7 @@ from services.gateway.request.request import Request
 from services.gateway.scheduling.router import Route, Router, rank_prefill, slots_of
 from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.messages import Abort, Command, LoadReport
+from services.protocol.messages import LoadReport
 from services.protocol.ticket import Adapter, SamplingParams
 
 PROMPT = tuple(range(64))
@@ -189,13 +189,6 @@ def test_a_worker_that_refused_many_is_offered_few_until_it_has_room() -> None:
     decode.forget_refusals()
     assert decode.is_open(8)
     assert not decode.is_open(17)  # it never runs so many
-
-
-def test_an_abort_names_request_and_attempt() -> None:
-    sent: list[Command] = []
-    member = Member("d", "decode", "host:1", "serving", 1, 1)
-    Worker(member, sent.append).abort("r1", 3)
-    assert sent == [Abort("r1", 3)]
 
 
 # ── several pools and movers ─────────────────────────────────────────────────────────────────────

@@ -3,14 +3,12 @@ swap pool."""
 
 from dataclasses import replace
 
-import pytest
-
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Abort, Generated, Requeued, RequeueReason, Reserve, Submit
 from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
 
 from .test_gateway_beams import begun, searching, until_searching
-from .walk import MAX_TOKENS, ScriptedWorker, Walk, abort_detached, expected, step
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, step
 
 SWAPPED = Swapped("colder", "h", 2, (SwappedTable(0, (4, 5)),))
 
@@ -50,23 +48,6 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
     assert Abort("r1", given_back) not in walk.prefill.sent
     walk.request.close()
     assert issuer.sent[-1] == Abort("r1", 1)
-
-
-@pytest.mark.parametrize("how", ["taken back", "issuer lost", "given up"])
-async def test_a_lost_parked_ticket_is_computed_again(how: str) -> None:
-    walk = Walk()
-    issuer = await waiting(walk)
-    match how:
-        case "taken back":
-            walk.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
-        case "issuer lost":
-            walk.on_lost(issuer, died=True)
-        case "given up":  # there is no slot on its pool
-            abort_detached(walk)
-    assert await walk.reserve()
-    assert walk.start().swapped is None
-    assert (Abort("r1", 1) in issuer.sent) == (how == "given up")
-    walk.request.close()
 
 
 async def test_a_parked_ticket_that_does_not_continue_the_request_is_refused() -> None:

@@ -95,12 +95,6 @@ async def test_a_model_is_served_by_pools_with_workers_of_each_kind(setup: Direc
     assert setup.directory.served("three") is None
 
 
-async def test_a_model_is_read_once_for_all_its_workers(setup: DirectorySetup) -> None:
-    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
-    await setup.directory.refresh()
-    assert setup.num_loads == 1
-
-
 async def test_a_worker_that_leaves_the_registry_is_disconnected(setup: DirectorySetup) -> None:
     await setup.announce(member("p1", "prefill"), member("d1", "decode"))
     num_changes = setup.changes.num_changes
