@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from grpc import aio
 from prometheus_client import CollectorRegistry
@@ -20,6 +21,8 @@ from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta
 from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
@@ -163,6 +166,15 @@ class GatewayHarness:
         port = await server.start("127.0.0.1", 0)
         self.stack.push_async_callback(server.stop)
         return f"127.0.0.1:{port}"
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of the gateway's own HTTP server."""
+        app = create_app(self.gateway, self.request_metrics)
+        async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
+            url = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+                yield client
 
     async def serve(self) -> "inference_pb2_grpc.InferenceAsyncStub":
         """A client of the gateway's own gRPC server."""

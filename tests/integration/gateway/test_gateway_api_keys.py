@@ -79,11 +79,10 @@ async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness
     ids=lambda value: str(value),
 )
 async def test_a_limit_ends_a_call_with_its_status(
-    make_harness: Any, limits: dict[str, Any], status: Any, code: str
+    harness: Any, limits: dict[str, Any], status: Any, code: str
 ) -> None:
     """A request uses 15 tokens of its prompt and 8 of its answer. A model that a key may not use is
     treated as unknown, and the error lists no models."""
-    harness = await make_harness(FakePrefill(), FakeDecode())
     stub = await keyed(harness, **limits)
     if "models" not in limits:
         await tokens_of(stub.Generate(message(None), metadata=bearer(ALICE)))

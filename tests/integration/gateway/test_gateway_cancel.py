@@ -29,13 +29,19 @@ async def test_a_cancelled_request_leaves_the_queue(make_harness: Any) -> None:
     assert submitted == ["r1", "r3"]
 
 
-async def test_a_cancel_in_prefill_aborts_at_both_workers(make_harness: Any) -> None:
+@pytest.mark.parametrize("end", ["cancelled", "deadline"])
+async def test_the_end_of_a_request_reaches_every_hop(make_harness: Any, end: str) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(harness.gateway, asked())
+    call = Call(harness.gateway, asked(timeout_s=0.2))
     await until(lambda: bool(prefill.held))
-    await call.cancel()
+    assert 0 < prefill.held[0][1].timeout_ms <= 200
+    if end == "cancelled":
+        await call.cancel()
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await call.result()
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
     prefill.let_go()  # it crossed the abort: nobody listens any more
     await Call(harness.gateway, asked("r2")).result()
@@ -81,15 +87,3 @@ async def test_a_deadline_is_kept_where_there_is_no_worker_yet(make_harness: Any
     with pytest.raises(DeadlineExceeded):
         await Call(harness.gateway, asked(timeout_s=0.02)).result()
     assert harness.assembly.dispatcher.num_waiting == 0
-
-
-async def test_a_deadline_reaches_every_hop(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    prefill.holds = True
-    call = Call(harness.gateway, asked(timeout_s=0.2))
-    await until(lambda: bool(prefill.held))
-    assert 0 < prefill.held[0][1].timeout_ms <= 200
-    with pytest.raises(DeadlineExceeded):
-        await call.result()
-    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])

@@ -112,8 +112,7 @@ async def dashboard(
         shown.feed.close()
 
 
-async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_quire_top_shows_what_the_feed_tells(harness: Any) -> None:
     async with dashboard(harness) as page:
         await Call(harness.gateway, asked("r1")).task
         url = str(page.http.base_url)
@@ -125,8 +124,7 @@ async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
         assert shown in text
 
 
-async def test_retained_prefixes_are_shown_by_name(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_retained_prefixes_are_shown_by_name(harness: Any) -> None:
     for owner in ("~", "acme"):
         await harness.store.retain("pool", owner, "p", 60_000, [b"h" * 16], (9, 9))
     async with dashboard(harness) as page:
@@ -181,9 +179,8 @@ async def test_a_request_without_a_token_waits_also_at_a_prefill_worker(make_har
         assert document["oldest_wait_ms"] == 0
 
 
-async def test_errors_and_the_last_minutes_are_shown(make_harness: Any) -> None:
+async def test_errors_and_the_last_minutes_are_shown(harness: Any) -> None:
     """Also those from before somebody looked."""
-    harness = await make_harness(FakePrefill(), FakeDecode())
     async with dashboard(harness) as page:
         await Call(harness.gateway, asked("r1", 8)).result()
         with pytest.raises(PromptTooLong):
@@ -197,8 +194,7 @@ async def test_errors_and_the_last_minutes_are_shown(make_harness: Any) -> None:
     assert at_ms <= document["now_ms"]
 
 
-async def test_feed_has_no_text_of_prompts_and_answers(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_feed_has_no_text_of_prompts_and_answers(harness: Any) -> None:
     async with dashboard(harness) as page:
         call = Call(harness.gateway, asked("r1", 8, prompt=SECRET_TEXT))
         await call.result()
@@ -209,9 +205,8 @@ async def test_feed_has_no_text_of_prompts_and_answers(make_harness: Any) -> Non
 
 
 async def test_cells_survive_the_block_managers_absence(
-    make_harness: Any,
+    harness: Any,
 ) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
     async with dashboard(harness) as page:
         document = await page.until(lambda now: len(now["pools"]["pool"]["cells"]) == 3)
         assert document["pools"]["pool"]["cells"]["2"] == [0, 1, 2, 0, 0, 0, 0]
@@ -251,8 +246,7 @@ async def test_worker_that_does_not_answer_has_neither_load_nor_slots(make_harne
     assert {name: worker[name] for name in loads} == dict.fromkeys(loads, 0)
 
 
-async def test_page_answers_questions_about_blocks_and_audits(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_page_answers_questions_about_blocks_and_audits(harness: Any) -> None:
     async with dashboard(harness, keys=keyring()) as page:
         page.http.headers["Authorization"] = f"Bearer {OPERATOR}"
         answer = await page.http.get("/dashboard/blocks", params={"pool": "pool", "cell": "1"})
@@ -275,8 +269,7 @@ async def test_page_answers_questions_about_blocks_and_audits(make_harness: Any)
         assert (await page.http.post("/dashboard/audit", headers=headers)).status_code == 503
 
 
-async def test_page_and_its_files_forbid_what_they_do_not_need(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_page_and_its_files_forbid_what_they_do_not_need(harness: Any) -> None:
     async with dashboard(harness) as page:
         for path in ("/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())):
             answer = await page.http.get(path)
@@ -291,10 +284,9 @@ async def test_page_and_its_files_forbid_what_they_do_not_need(make_harness: Any
 
 @pytest.mark.parametrize(("setting", "status"), [("auto", 403), ("on", 200), ("off", 404)])
 async def test_setting_decides_who_sees_it(
-    make_harness: Any, setting: DashboardSetting, status: int
+    harness: Any, setting: DashboardSetting, status: int
 ) -> None:
     """Also a page of another site whose name resolves to this host."""
-    harness = await make_harness(FakePrefill(), FakeDecode())
     headers = {"Host": "rebound.example"}
     async with dashboard(harness, setting) as page:
         async with page.http.stream("GET", "/dashboard/feed", headers=headers) as answer:
@@ -305,10 +297,9 @@ async def test_setting_decides_who_sees_it(
 
 @pytest.mark.parametrize("setting", ["auto", "on"])
 async def test_the_dashboard_needs_an_operators_key_if_there_are_keys(
-    make_harness: Any, setting: DashboardSetting
+    harness: Any, setting: DashboardSetting
 ) -> None:
     """This host's user too. The page itself contains no secrets, and asks for the key."""
-    harness = await make_harness(FakePrefill(), FakeDecode())
     asked = (("GET", "feed"), ("GET", "blocks?pool=pool&cell=0"), ("POST", "audit"))
     async with dashboard(harness, setting, keyring()) as page:
         for path in ("/", "/dashboard/main.js", "/dashboard/style.css"):
@@ -322,12 +313,11 @@ async def test_the_dashboard_needs_an_operators_key_if_there_are_keys(
                     assert answer.status_code == status, (path, secret)
 
 
-async def test_the_feed_ends_when_its_key_is_revoked(make_harness: Any, tmp_path: Path) -> None:
+async def test_the_feed_ends_when_its_key_is_revoked(harness: Any, tmp_path: Path) -> None:
     """A stream that began with a valid key must not go on for ever."""
     file = tmp_path / "keys.json"
     file.write_text(text_of())
     ring = keyring_of(file, CollectorRegistry())
-    harness = await make_harness(FakePrefill(), FakeDecode())
     async with dashboard(harness, keys=ring) as page:
         headers = {"Authorization": f"Bearer {OPERATOR}"}
         async with page.http.stream("GET", "/dashboard/feed", headers=headers) as answer:

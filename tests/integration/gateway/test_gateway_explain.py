@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
 from quire.v1.inference_pb2 import ExplainRequest, GenerateRequest, TokenIds
 from quire.v1.sampling_pb2 import SamplingParams
 from services.gateway.access.caller import LOCAL_OPERATOR
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer
 from tests.waiting import until
 
@@ -33,15 +28,6 @@ VLLM = {
     *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
     "tokens_per_second",
 }
-
-
-@asynccontextmanager
-async def http_of(harness: GatewayHarness) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(harness.gateway, CollectorRegistry())
-    async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
-            yield http
 
 
 async def post(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -65,10 +51,9 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})]
 )
 async def test_the_last_part_of_an_answer_has_the_figures(
-    make_harness: Any, path: str, body: dict[str, Any], stream: dict[str, Any], n: int
+    harness: Any, path: str, body: dict[str, Any], stream: dict[str, Any], n: int
 ) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
-    async with http_of(harness) as http:
+    async with harness.http() as http:
         parts = await post(http, path, **body, **stream, n=n, include_metrics=True)
         assert not any("quire" in part for part in await post(http, path, **body, **stream))
     assert [("quire" in part, "metrics" in part) for part in parts] == [
@@ -86,10 +71,9 @@ async def test_the_last_part_of_an_answer_has_the_figures(
     [("/v1/messages", CHAT), ("/v1/responses", {"input": "Hi", "max_tokens": None})],
 )
 async def test_messages_and_responses_have_the_figures_at_their_end(
-    make_harness: Any, path: str, body: dict[str, Any]
+    harness: Any, path: str, body: dict[str, Any]
 ) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
-    async with http_of(harness) as http:
+    async with harness.http() as http:
         (whole,) = await post(http, path, **body, include_metrics=True)
         parts = await post(http, path, **body, stream=True, include_metrics=True)
         assert "quire" not in (await post(http, path, **body))[0]
@@ -103,7 +87,7 @@ async def test_messages_and_responses_have_the_figures_at_their_end(
 async def test_a_setting_gives_them_to_every_answer(make_harness: Any) -> None:
     """To a response too; several prompts are several requests, and have none."""
     harness = await make_harness(FakePrefill(), FakeDecode(), per_request_metrics=True)
-    async with http_of(harness) as http:
+    async with harness.http() as http:
         (whole,) = await post(http, "/v1/responses", input="Hi", max_tokens=None)
         (several,) = await post(http, "/v1/completions", prompt=["Hi", "Ho"])
     assert whole["quire"].keys() == QUIRE
@@ -148,8 +132,7 @@ async def test_a_forecast_changes_nothing(make_harness: Any) -> None:
     assert not harness.assembly.dispatcher.requests
 
 
-async def test_a_key_gets_explanations_of_its_own_requests_only(make_harness: Any) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
+async def test_a_key_gets_explanations_of_its_own_requests_only(harness: Any) -> None:
     stub = await keyed(harness)
     request = GenerateRequest(
         request_id="mine", token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=2)
@@ -169,9 +152,8 @@ async def test_a_key_gets_explanations_of_its_own_requests_only(make_harness: An
 
 @pytest.mark.parametrize("name", ["r1", "chatcmpl-r1", "resp_r1"])
 async def test_the_dashboard_tells_the_same_under_each_id_of_an_answer(
-    make_harness: Any, name: str
+    harness: Any, name: str
 ) -> None:
-    harness = await make_harness(FakePrefill(), FakeDecode())
     await Call(harness.gateway, asked("r1-0123abcd")).result()
     async with dashboard(harness) as page:
         answer = await page.http.get("/dashboard/explain", params={"id": name})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.v1 import decode_pb2, worker_pb2
+from quire.v1 import decode_pb2
 from services.gateway.output.delta import Delta
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.waiting import until
@@ -43,22 +43,8 @@ async def test_a_group_gets_its_slots_before_those_behind_it(make_harness: Any) 
     for number in range(4):
         later.append(Call(harness.gateway, asked(f"later-{number}")))
         await harness.num_waiting(2 + number)
-    for number in range(4):  # one after another gets free
-        running = decode.running[f"first-{number}"]
-        running.tokens[0].extend(expected(PROMPT, 3)[2:])
-        running.session.send(
-            step=decode_pb2.StepOutput(
-                outputs=[
-                    worker_pb2.SequenceOutput(
-                        request_id=f"first-{number}",
-                        attempt=running.ticket.attempt,
-                        position=len(PROMPT) + 2,
-                        token_ids=expected(PROMPT, 3)[2:],
-                    )
-                ]
-            )
-        )
-        await first[number].cancel()
+    for number, call in enumerate(first):  # one after another gets free
+        await call.cancel()
         await until(partial(decode.running.get, f"first-{number}"), not_)
     decode.go_on(pause_after=8)
     for call in (group, *later):
@@ -93,9 +79,8 @@ async def test_a_group_that_no_worker_takes_is_refused_with_the_numbers(
     assert not any(worker.seen for worker in workers)
 
 
-async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_harness: Any) -> None:
+async def test_a_group_that_never_fits_is_refused_with_the_numbers(harness: Any) -> None:
     """The prompt's full blocks are shared, and each sequence needs the rest."""
-    harness = await make_harness(FakePrefill(), FakeDecode())
     num_own = SPEC.num_blocks // 8
     prompt = (1,) * 40
     num_tokens = (num_own + 2) * 16 - 40

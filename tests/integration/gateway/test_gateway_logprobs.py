@@ -1,19 +1,16 @@
 """Logprobs on their way through the gateway: every token's come once, whatever fails."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from quire import AsyncClient, messages
-from quire.messages import Request
+from quire import AsyncClient
 from quire.types import Candidate, Delta, Sampling, TokenLogprobs
-from quire.v1 import decode_pb2, prefill_pb2
-from services.runtime.errors import DuplicateRequest, InvalidRequest
-from tests.waiting import until
+from quire.v1 import prefill_pb2
+from services.runtime.errors import InvalidRequest
 
-from .conftest import TOKEN, Call, GatewayHarness, asked
+from .conftest import Call, asked
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 PROMPT = tuple(b"qwertyuiop")
@@ -53,6 +50,26 @@ async def test_logprobs_come_only_when_asked_for(make_harness: Any, workers: Any
     assert not submit.ticket.sampling.HasField("logprobs")
 
 
+async def test_logprobs_of_prompt_and_answer_come_once(make_harness: Any, workers: Any) -> None:
+    """Also if the decode worker is lost in the middle."""
+    prefill, decode = workers
+    harness = await make_harness(prefill, decode)
+    decode.pause_after = 4
+    sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
+    async with AsyncClient(await harness.listen()) as client:
+        received: list[Delta] = []
+        async for delta in client.generate(list(PROMPT), sampling):
+            received.append(delta)
+            if sum(len(one.token_ids) for one in received) == 4:
+                decode.die()
+                decode.go_on(pause_after=8)
+    assert [token for delta in received for token in delta.token_ids] == TOKENS
+    assert [each for delta in received for each in delta.logprobs] == OF_TOKENS
+    assert [list(delta.prompt_logprobs) for delta in received if delta.prompt_logprobs] == [
+        OF_PROMPT
+    ]
+
+
 async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     make_harness: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,65 +80,3 @@ async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     with pytest.raises(InvalidRequest, match="20 of 10 tokens are 210 logprobs, at most 209"):
         await Call(harness.gateway, request).result()
     assert not workers[0].seen
-
-
-async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers: Any) -> None:
-    """The parked request has more tokens than the client, but no gateway kept their logprobs, so
-    these tokens are drawn again."""
-    prefill, decode = workers
-    first: GatewayHarness = await make_harness(prefill, decode)
-    second = await first.another()
-    decode.parks, decode.pause_after = True, 5
-    async with AsyncClient(await second.listen()) as client:
-        lost = Call(first.gateway, _greedy("r1"))
-        await until(lambda: len(lost.tokens) == 5)
-        await first.lose_workers()
-        await until(lambda: bool(decode.parked))
-        await lost.cancel()
-        decode.go_on(pause_after=8)
-        received = await _rest(client, TOKENS[:3])
-    tokens = [token for delta in received for token in delta.token_ids]
-    assert tokens == TOKENS[3:]
-    assert [each for delta in received for each in delta.logprobs] == OF_TOKENS[3:]
-    assert not any(delta.prompt_logprobs for delta in received)
-    assert not decode.parked  # it was found
-    assert list(prefill.submitted[-1].sequences[0].token_ids) == TOKENS[:3]
-
-
-async def test_a_resumed_call_without_tokens_gets_prompt_logprobs_again(
-    make_harness: Any, workers: Any
-) -> None:
-    """The gateway still considers the request running: the new call gets all of it."""
-    prefill, decode = workers
-    harness: GatewayHarness = await make_harness(prefill, decode)
-    decode.pause_after = 4
-    lost = Call(harness.gateway, _greedy("r1"))
-    await until(lambda: len(lost.tokens) == 4)
-    async with AsyncClient(await harness.listen()) as client:
-        reading = asyncio.create_task(_rest(client, []))
-        await until(lambda: len(prefill.submitted) == 2)
-        decode.go_on(pause_after=8)
-        received = await reading
-    with pytest.raises(DuplicateRequest):
-        await lost.result()
-    assert [token for delta in received for token in delta.token_ids] == TOKENS
-    assert [each for delta in received for each in delta.logprobs] == OF_TOKENS
-    assert list(received[0].prompt_logprobs) == OF_PROMPT
-    assert len(decode.commands(decode_pb2.Admit)) == 2
-
-
-def _greedy(request_id: str) -> Any:
-    sampling = {"logprobs": NUM_TOP, "prompt_logprobs": 2, "seed": 7}
-    return asked(request_id, prompt=PROMPT, sampling=sampling)
-
-
-async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
-    """The deltas for a client that has some tokens already."""
-    sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
-    message = messages.generate_request(Request(list(PROMPT), sampling, request_id="r1"))
-    message.resume_token = TOKEN
-    message.received.sequences.add(token_ids=received)
-    message.received.SetInParent()
-    async with asyncio.timeout(20):
-        call = client._gateways.current.inference.Generate(message)
-        return [delta async for response in call for delta in messages.deltas(response)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,14 +45,21 @@ class SilentMover(mover_pb2_grpc.MoverServicer):
             self.ended.set()
 
 
-@pytest.fixture
-async def mover() -> AsyncIterator[tuple[SilentMover, Member]]:
-    server, silent = RpcServer("quire.v1.Mover"), SilentMover()
-    mover_pb2_grpc.add_MoverServicer_to_server(silent, server.aio)
+@asynccontextmanager
+async def served(mover: SilentMover, guard: Guard | None = None) -> AsyncIterator[Member]:
+    server = RpcServer("quire.v1.Mover", guard=guard)
+    mover_pb2_grpc.add_MoverServicer_to_server(mover, server.aio)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     fields = {"bandwidth:a": "1000000"}
-    yield silent, Member("mover-1", "mover", address, "serving", 1, 1, "b", engine=fields)
+    yield Member("mover-1", "mover", address, "serving", 1, 1, "b", engine=fields)
     await server.stop()
+
+
+@pytest.fixture
+async def mover() -> AsyncIterator[tuple[SilentMover, Member]]:
+    silent = SilentMover()
+    async with served(silent) as member:
+        yield silent, member
 
 
 async def test_a_call_that_ends_with_its_channel_fails(mover: tuple[SilentMover, Member]) -> None:
@@ -130,18 +138,14 @@ async def test_a_copy_may_take_long_while_its_mover_says_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, is_answered: bool
 ) -> None:
     monkeypatch.setattr("services.gateway.workers.movers._SILENCE_S", SILENCE_S)
-    server = RpcServer("quire.v1.Mover", guard=Guard(b"key", "mover-1"))
-    mover_pb2_grpc.add_MoverServicer_to_server(SlowMover(8, is_answered), server.aio)
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    movers = Movers(b"key")
-    movers.follow([Member("mover-1", "mover", address, "serving", 1, 1, "b")])
-    began = asyncio.get_running_loop().time()
-    async with asyncio.timeout(20):
+    movers, began = Movers(b"key"), asyncio.get_running_loop().time()
+    slow = served(SlowMover(8, is_answered), Guard(b"key", "mover-1"))
+    async with slow as member, asyncio.timeout(20):
+        movers.follow([member])
         if is_answered:
             assert await movers.pull(TICKET, "a", "b") is None
         else:
             with pytest.raises(Unavailable, match="said nothing for"):
                 await movers.pull(TICKET, "a", "b")
-    assert asyncio.get_running_loop().time() - began > SILENCE_S
-    await movers.close()
-    await server.stop()
+        assert asyncio.get_running_loop().time() - began > SILENCE_S
+        await movers.close()

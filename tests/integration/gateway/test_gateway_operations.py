@@ -45,12 +45,18 @@ def targets(members: Sequence[Member]) -> list[Target]:
     return [Target(member.address, member.member_id) for member in members]
 
 
-async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
-    relay, front = Relay(SUPERVISOR, lambda: []), RpcServer(SUPERVISOR.name)
+async def in_front_of(harness: Any, name: str, relay: Relay) -> aio.Channel:
+    """A channel to a server that relays the service of that name."""
+    front = RpcServer(name)
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
     channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
     for close in (relay.close, front.stop, channel.close):
         harness.stack.push_async_callback(close)
+    return channel
+
+
+async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
+    channel = await in_front_of(harness, SUPERVISOR.name, Relay(SUPERVISOR, lambda: []))
     with pytest.raises(aio.AioRpcError) as error:
         await SupervisorStub(channel).Scale(ScaleRequest(num_decode=2))
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -58,18 +64,9 @@ async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any
 
 
 async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None:
-    relay, front = (
-        Relay(
-            BLOCK_MANAGER,
-            lambda: targets(harness.assembly.directory.block_managers),
-            SECRET.rpc_key,
-        ),
-        RpcServer(BLOCK_MANAGER.name),
-    )
-    front.aio.add_generic_rpc_handlers((relay.handlers(),))
-    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
-    for close in (relay.close, front.stop, channel.close):
-        harness.stack.push_async_callback(close)
+    directory = harness.assembly.directory
+    relay = Relay(BLOCK_MANAGER, lambda: targets(directory.block_managers), SECRET.rpc_key)
+    channel = await in_front_of(harness, BLOCK_MANAGER.name, relay)
     stub = block_manager_pb2_grpc.BlockManagerStub(channel)
     request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1")
     with pytest.raises(aio.AioRpcError) as error:

@@ -2,8 +2,6 @@
 end."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ from services.runtime.rpc import transport as rpc
 from tests.proxy import Proxy
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked
-from .fakes import FakeDecode, FakePrefill, expected, member, start
+from .conftest import PROMPT
+from .fakes import FakeDecode, FakePrefill, expected
 
 QUICK_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 500),
@@ -32,77 +30,6 @@ def quicker(options: Any) -> list[Any]:
     changed = dict(QUICK_KEEPALIVE)
     assert changed.keys() <= {*dict(options), "grpc.keepalive_permit_without_calls"}
     return [*((name, value) for name, value in options if name not in changed), *changed.items()]
-
-
-class Partitioned:
-    """A gateway, a prefill worker, and decode workers each behind a proxy."""
-
-    def __init__(
-        self, harness: GatewayHarness, decode: list[FakeDecode], proxies: list[Proxy]
-    ) -> None:
-        self.harness = harness
-        self.decode = decode
-        self.proxies = proxies
-
-
-@pytest.fixture
-async def partitioned(make_harness: Any) -> AsyncIterator[Partitioned]:
-    """`decode-1` has more slots, and so is chosen first."""
-    harness = await make_harness(FakePrefill())
-    decode = [FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)]
-    async with AsyncExitStack() as stack:
-        proxies = []
-        for worker in decode:
-            server, address = await start(worker)
-            stack.push_async_callback(server.stop)
-            proxy = await stack.enter_async_context(Proxy(address))
-            proxies.append(proxy)
-            one = member(worker, proxy.address, str(harness.model_dir))
-            await harness.registry.announce(one, ttl_s=1e6)
-        await until(lambda: {"decode-1", "decode-2"} <= harness.connected())
-        yield Partitioned(harness, decode, proxies)
-
-
-async def underway(at: Partitioned) -> Call:
-    """A request that has 3 tokens from `decode-1`."""
-    for decode in at.decode:
-        decode.pause_after = 3
-    call = Call(at.harness.gateway, asked())
-    await until(lambda: len(call.tokens) == 3)
-    return call
-
-
-async def test_a_slow_connection_only_delays_requests(partitioned: Partitioned) -> None:
-    for proxy in partitioned.proxies:
-        proxy.delay_s = 0.02
-    call = Call(partitioned.harness.gateway, asked())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-
-
-async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> None:
-    """The worker goes on decoding, but the gateway receives nothing. The request continues at the
-    other worker, and when the connection is repaired, the events of the first worker are
-    dropped."""
-    call = await underway(partitioned)
-    partitioned.proxies[0].hold()
-    partitioned.decode[0].go_on(pause_after=8)
-    partitioned.decode[1].go_on(pause_after=8)
-    await call.result()
-    partitioned.proxies[0].release()
-    assert call.tokens == expected(PROMPT, 8)
-    await until(lambda: not partitioned.decode[0].slots)
-    again = Call(partitioned.harness.gateway, asked("r2"))
-    await again.result()
-    assert again.tokens == expected(PROMPT, 8)
-
-
-async def test_an_unreachable_worker_gets_no_request(partitioned: Partitioned) -> None:
-    await partitioned.proxies[0].close()
-    await until(lambda: partitioned.harness.connected() == {"prefill-1", "decode-2"})
-    call = Call(partitioned.harness.gateway, asked())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
 
 
 async def test_a_client_leaves_a_gateway_that_is_silent(

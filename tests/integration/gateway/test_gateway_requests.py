@@ -1,7 +1,6 @@
 """The requests that clients may send, and the errors of the others."""
 
 import asyncio
-import secrets
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -9,24 +8,20 @@ from typing import Any, cast
 import pytest
 
 from quire.types import Beam
-from quire.v1 import prefill_pb2
 from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest, RequestedSampling
 from services.gateway.chat.admission import resolve_max_tokens
-from services.gateway.output import output
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.pool import Pool
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import (
-    DuplicateRequest,
     InvalidRequest,
     NoWorker,
-    Overloaded,
     PromptTooLong,
     UnknownModel,
 )
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked, read
+from .conftest import PROMPT, SPEC, Call, asked
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
@@ -126,19 +121,6 @@ async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(harn
         await Call(harness.gateway, asked("r", prompt=prompt)).result()
 
 
-@pytest.mark.parametrize(("max_model_len", "room"), [(100, 100), (8192, POOL_TOKENS)])
-async def test_an_absent_max_tokens_is_what_context_and_pool_leave(
-    make_harness: Any, max_model_len: int, room: int
-) -> None:
-    prefill = FakePrefill(max_model_len=max_model_len)
-    harness = await make_harness(prefill, FakeDecode(max_model_len=max_model_len))
-    prefill.holds = True
-    call = Call(harness.gateway, asked(max_tokens=None))
-    await until(lambda: bool(prefill.held))
-    assert prefill.held[0][1].sampling.max_tokens == room - len(PROMPT)
-    await call.cancel()
-
-
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(10, 16), (4090, 6)])
 async def test_an_absent_max_tokens_may_have_a_usual_number(
     make_harness: Any, num_prompt: int, max_tokens: int
@@ -166,18 +148,6 @@ async def test_a_template_gets_what_its_client_tells_it(harness: Any) -> None:
         assert f"'{name}' is not for clients to set" in str(await refused(harness, request))
 
 
-async def test_an_absent_seed_is_drawn_and_a_given_one_kept(harness: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(secrets, "randbits", lambda bits: bits)
-    prefill = FakePrefill("prefill-2")
-    await harness.add(prefill)
-    await harness.registry.withdraw("prefill-1")
-    await until(lambda: harness.connected() == {"prefill-2", "decode-1"})
-    await Call(harness.gateway, asked("drawn")).result()
-    await Call(harness.gateway, asked("given", sampling={"seed": (1 << 64) - 1})).result()
-    seeds = [s.ticket.sampling.seed for s in prefill.commands(prefill_pb2.PrefillSubmit)]
-    assert seeds == [64, (1 << 64) - 1]
-
-
 async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
     make_harness: Any,
 ) -> None:
@@ -198,33 +168,6 @@ async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
         await large.result()
     await other.result()
     assert other.tokens == expected(PROMPT, 8)
-
-
-async def test_only_equal_salts_share_prefixes(make_harness: Any) -> None:
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, FakeDecode())
-    for number, salt in enumerate(("", "a", "b", "a")):
-        await Call(harness.gateway, asked(f"r{number}", cache_salt=salt)).result()
-    submits = prefill.commands(prefill_pb2.PrefillSubmit)
-    none, a, b, a_again = (submit.ticket.root_hash for submit in submits)
-    assert a == a_again
-    assert len({none, a, b}) == 3
-
-
-async def test_a_request_id_may_run_once_at_a_time(make_harness: Any) -> None:
-    """Then again, under another attempt: a worker may not have let go of the first one yet."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 2
-    first = Call(harness.gateway, asked("same"))
-    await until(lambda: "same" in decode.running)
-    with pytest.raises(DuplicateRequest, match="this request_id and resume_token"):
-        await Call(harness.gateway, asked("same")).result()
-    decode.go_on(pause_after=8)
-    await first.result()
-    await Call(harness.gateway, asked("same")).result()
-    submits = prefill.commands(prefill_pb2.PrefillSubmit)
-    assert [submit.ticket.attempt for submit in submits] == [1, 2]
 
 
 @pytest.mark.parametrize("others_token", ["", "of another client, 128 bits"])
@@ -268,6 +211,11 @@ def test_request_beyond_the_pool_is_told_the_context_and_the_room() -> None:
     )
 
 
+@pytest.mark.parametrize(("max_model_len", "room"), [(100, 100), (8192, POOL_TOKENS)])
+def test_an_absent_max_tokens_is_what_context_and_pool_leave(max_model_len: int, room: int) -> None:
+    assert resolve_max_tokens(15, None, max_model_len, [SPEC], 1) == room - 15
+
+
 @pytest.mark.parametrize("asked", [None, 1])
 def test_prompt_that_fills_the_context_leaves_none_to_generate(asked: int | None) -> None:
     pools = served_by(num_blocks=5000).specs
@@ -300,17 +248,3 @@ async def test_model_of_the_deployment_without_workers_is_unavailable_not_unknow
     with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
         await Call(harness.gateway, asked(model="other")).result()
     await Call(harness.gateway, asked(model="toy")).result()
-
-
-async def test_a_client_that_does_not_read_is_cancelled(
-    make_harness: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 100)
-    decode = FakeDecode()
-    harness = await make_harness(FakePrefill(), decode)
-    deltas = read(harness.gateway, asked(max_tokens=1000))
-    await anext(deltas)
-    await until(lambda: decode.aborted == [("r1", 1)])
-    with pytest.raises(Overloaded, match="too slowly"):
-        await anext(deltas)
-    assert not decode.running

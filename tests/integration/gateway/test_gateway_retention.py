@@ -14,12 +14,11 @@ from quire.types import Retain, RetainAnswer, Sampling, Usage
 from quire.v1.worker_pb2 import Requeue
 from services.gateway.access.caller import EVERYONE, LOCAL_OPERATOR, Caller
 from services.gateway.api import ChatMessage, RetainDirective
-from services.gateway.output.delta import Received
 from services.runtime.errors import InvalidRequest
 from tests.waiting import until
 
 from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked
-from .fakes import FakeDecode, FakePrefill, Verbatim, expected
+from .fakes import FakeDecode, FakePrefill
 
 LONG = tuple(range(1, 101))  # 6 blocks of 16 tokens, and 4 tokens
 HOUR = RetainDirective(3600, "p")
@@ -198,48 +197,6 @@ async def test_usage_is_that_of_the_first_prefill(make_harness: Any, event: str,
     assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
     assert [each.status for each in last.usage.retained] == ["accepted"]
     assert await held(harness) == []
-
-
-async def test_usage_of_a_moved_request(make_harness: Any) -> None:
-    prefill, leaving = FakePrefill(), FakeDecode("leaving")
-    harness = await make_harness(prefill, leaving)
-    prefill.num_cached, leaving.pause_after = 32, 3
-    call = Call(harness.gateway, asked(prompt=LONG, retain=(HOUR,)))
-    await until(lambda: len(call.tokens) == 3)
-    prefill.num_cached = 96
-    await harness.add(FakeDecode("other"))
-    leaving.report(leaving.load, draining=True)
-    last = await call.result()
-    assert last.usage is not None
-    assert harness.num_moves() == 1
-    assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("is_parked", [False, True])
-async def test_usage_of_a_resumed_request(make_harness: Any, is_parked: bool, n: int) -> None:
-    """The second call continues it at the same gateway, or with its ticket at another one."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    prefill.names, decode.names = Verbatim(), Verbatim()
-    harness = await make_harness(prefill, decode)
-    prefill.num_cached, decode.parks, decode.pause_after = 32, is_parked, 2
-    fields: dict[str, Any] = {"prompt": LONG, "sampling": {"n": n}}
-    first = Call(harness.gateway, asked(**fields))
-    await until(lambda: len(first.tokens) == 2 * n)
-    gateway = harness.gateway
-    if is_parked:
-        gateway = (await harness.another()).gateway
-        await harness.lose_workers()
-        await until(lambda: bool(decode.parked))
-        first.task.cancel()
-    received = tuple(Received(i, tuple(expected(LONG, 2, i)), None) for i in range(n))
-    second = Call(gateway, asked(received=received, **fields))
-    await until(lambda: not decode.parked)
-    decode.go_on(pause_after=8)
-    last = await second.result()
-    assert last.usage is not None
-    assert len(prefill.submitted) == 1
-    assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (32, 64)
 
 
 async def test_a_grpc_client_retains_prefixes_and_reads_the_answers(

@@ -1,19 +1,11 @@
 """A client that does not read holds no slot, and loses nothing if it reads again in time."""
 
-import asyncio
-import json
-import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from services.gateway.http.app import create_app
-from services.gateway.http.connections import ConnectionLimits
-from services.gateway.http.server import http_server
 from services.gateway.output import output
 from services.gateway.output.delta import Delta
 from services.runtime.errors import Overloaded
@@ -101,44 +93,3 @@ async def test_a_client_that_reads_nothing_for_a_while_is_paused(
         assert not decode.running
         tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
-
-
-async def test_clients_of_http_that_never_read_keep_no_slot(
-    make_harness: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if neither the kernel's buffers nor a slow decode shows it soon, their requests are
-    cancelled, and then their connections closed."""
-    monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.1)
-    max_tokens, num_clients = 4000, 4
-    decode = FakeDecode(num_slots=num_clients)
-    decode.pause_after = 1
-    harness = await make_harness(FakePrefill(), decode, read_window_s=0.1)
-    app = create_app(harness.gateway, CollectorRegistry())
-    limits = ConnectionLimits(write_timeout_s=0.3)
-    http = http_server(app, "127.0.0.1", 0, grace_s=0, limits=limits)
-    port = await harness.stack.enter_async_context(http)
-    body = {"prompt": list(PROMPT), "max_tokens": max_tokens, "stream": True, "logprobs": 5}
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    num_before = num_connections(port)
-    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_clients)]
-    for client in clients:
-        client.sendall(head.encode() + content)
-    await until(lambda: len(decode.running) == num_clients)
-    num_tokens = 1
-    while decode.running and num_tokens < max_tokens:
-        num_tokens += 1
-        decode.go_on(pause_after=num_tokens)
-        await asyncio.sleep(0.001)
-    assert num_tokens < max_tokens
-    await until(lambda: harness.assembly.dispatcher.num_running == 0)
-    assert not decode.slots
-    await until(lambda: num_connections(port) == num_before)
-    for client in clients:
-        client.close()
-
-
-def num_connections(port: int) -> int:
-    """The server's connections that the kernel has."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[1].endswith(f":{port:04X}") for row in rows)

@@ -146,18 +146,6 @@ async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:
     await waiting.result()
 
 
-async def test_a_request_being_tokenized_has_its_queue_position_already(make_harness: Any) -> None:
-    """When many requests come at once, some are refused before any work is done for them."""
-    dispatcher = (
-        await make_harness(FakePrefill(), FakeDecode(), max_waiting=1)
-    ).assembly.dispatcher
-    one, another = dispatcher.admitting("r1", "a"), dispatcher.admitting("r2", "b")
-    with one, pytest.raises(QueueFull), another:
-        raise AssertionError("it was let in")
-    with dispatcher.admitting("r3", "b"):
-        pass
-
-
 async def test_a_client_holds_its_share_of_the_places_while_others_wait(make_harness: Any) -> None:
     """Of eight places. A client that is alone may have six: then a share is left for others."""
     harness = await make_harness(FakePrefill(), FakeDecode(), max_waiting=8)

@@ -18,7 +18,7 @@ from services.runtime.rpc.transport import RpcServer
 from tests.secret import OTHER, SECRET
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked
+from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected, member
 
 
@@ -29,8 +29,9 @@ async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> Non
     decode.pause_after = 4
     call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
+    (worker,) = harness.assembly.directory.decode_workers()["pool"]
     with pytest.raises(ValueError, match="range"):
-        _worker(harness, "decode-1").send(Reserve("r2", attempt=-1))
+        worker.send(Reserve("r2", attempt=-1))
     decode.go_on(pause_after=8)
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
@@ -62,36 +63,26 @@ class Undecodable:
         return b"\xff\xff"
 
 
-async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
-    make_harness: Any,
+@pytest.mark.parametrize("wrong", ["undecodable", "senseless"])
+async def test_a_wrong_message_ends_the_stream_which_is_begun_again(
+    make_harness: Any, wrong: str
 ) -> None:
-    """Whatever the message was about, no request waits for an answer that cannot come."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 4
-    call = Call(harness.gateway, asked())
-    await until(lambda: len(call.tokens) == 4)
-    decode.sessions[0]._outgoing.put_nowait(Undecodable())
-    await until(lambda: decode.num_hellos == 2)
-    decode.go_on(pause_after=8)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-
-
-async def test_a_senseless_event_ends_the_stream(make_harness: Any) -> None:
-    """The requests of the worker are begun again, and no client sees more of it than a delay."""
+    """Whatever the message was about, no request waits for an answer that cannot come, and no
+    client sees more of it than a delay."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 4
     calls = [Call(harness.gateway, asked(f"r{number}")) for number in range(2)]
     await until(lambda: all(len(call.tokens) == 4 for call in calls))
-    running = decode.running["r0"].ticket
-    wrong = worker_pb2.SequenceOutput(
-        request_id="r0",
-        attempt=running.attempt,
-        finish_reason=99,  # type: ignore[arg-type]
-    )
-    decode.sessions[0].send(step=decode_pb2.StepOutput(outputs=[wrong]))
+    if wrong == "undecodable":
+        decode.sessions[0].send_verbatim(Undecodable())
+    else:
+        output = worker_pb2.SequenceOutput(
+            request_id="r0",
+            attempt=decode.running["r0"].ticket.attempt,
+            finish_reason=99,  # type: ignore[arg-type]
+        )
+        decode.sessions[0].send(step=decode_pb2.StepOutput(outputs=[output]))
     await until(lambda: decode.num_hellos == 2)
     decode.go_on(pause_after=8)
     for call in calls:
@@ -148,8 +139,3 @@ async def test_a_connection_closes_in_the_moment_in_which_it_fails(make_harness:
         await asyncio.sleep(number % 50 * 1e-4)
         async with asyncio.timeout(5):
             await peer.close()
-
-
-def _worker(harness: GatewayHarness, worker_id: str) -> Any:
-    found = harness.assembly.directory._connections
-    return next(one.worker for (known_id, _), one in found.items() if known_id == worker_id)

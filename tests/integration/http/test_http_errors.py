@@ -56,6 +56,7 @@ async def test_a_refusal_names_a_parameter_as_the_body_does(
         (errors.UnknownModel("no model m"), 404, "invalid_request_error", "model_not_found"),
         (errors.DuplicateRequest("runs"), 409, "invalid_request_error", "duplicate_request"),
         (errors.QueueFull("full", 1.2), 429, "rate_limit_error", "queue_full"),
+        (errors.RateLimited("often", 19.2), 429, "rate_limit_error", "rate_limit_exceeded"),
         (errors.NoWorker("none"), 503, "server_error", "no_worker"),
         (errors.DeadlineExceeded("late"), 408, "invalid_request_error", "deadline_exceeded"),
         (RuntimeError("the secret"), 500, "server_error", "internal"),
@@ -78,7 +79,7 @@ async def test_errors_have_openais_shape(
     assert (body["type"], body["code"]) == (kind, code)
     assert body["param"] == ("model" if code == "model_not_found" else None)
     assert "secret" not in answer.text
-    delays = {"queue_full": "2", "no_worker": "1"}
+    delays = {"queue_full": "2", "rate_limit_exceeded": "20", "no_worker": "1"}
     assert answer.headers.get("retry-after") == delays.get(code)
 
 

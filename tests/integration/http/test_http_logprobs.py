@@ -97,6 +97,15 @@ async def stream(http: httpx.AsyncClient, path: str, **fields: Any) -> list[dict
     return [choice for event in events for choice in json.loads(event)["choices"]]
 
 
+def together(choices: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The logprobs of all parts of a stream, joined."""
+    joined: dict[str, list[Any]] = {}
+    for choice in choices:
+        for name, values in choice["logprobs"].items():
+            joined.setdefault(name, []).extend(values)
+    return joined
+
+
 OF_TOKENS: dict[str, list[Any]] = {
     "text_offset": [0, 3, 5, 5],
     "token_logprobs": [-0.5, -1.5, -2.5, -9999.0],
@@ -111,11 +120,16 @@ OF_TOKENS: dict[str, list[Any]] = {
 
 
 async def test_logprobs_of_a_text_completion(http: httpx.AsyncClient, generator: Generator) -> None:
+    """Every part of a stream has the logprobs of its tokens; together they are those of the
+    whole."""
     choice = await complete(http, logprobs=2)
     assert choice["logprobs"] == OF_TOKENS
     assert choice["text"] == "The a€"
     (request,) = generator.requests
     assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, None)
+    choices = await stream(http, "completions", prompt="Hi, you", logprobs=2)
+    assert len(choices) == 4
+    assert together(choices) == OF_TOKENS
 
 
 async def test_logprobs_come_only_when_asked_for(
@@ -128,47 +142,26 @@ async def test_logprobs_come_only_when_asked_for(
     assert all(request.sampling.logprobs is None for request in generator.requests)
 
 
-async def test_logprobs_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
-    """Every part has the logprobs of its tokens; together they are those of the whole."""
-    choices = await stream(http, "completions", prompt="Hi, you", logprobs=2)
-    assert len(choices) == 4
-    for name, values in OF_TOKENS.items():
-        assert [value for choice in choices for value in choice["logprobs"][name]] == values
-
-
 async def test_logprobs_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
-    answer = await client.chat.completions.create(
-        model="org/tiny",
-        messages=[{"role": "user", "content": "Hi"}],
-        logprobs=True,
-        top_logprobs=2,
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert [each.token for each in logprobs.content] == OF_TOKENS["tokens"]
-    assert [each.logprob for each in logprobs.content] == OF_TOKENS["token_logprobs"]
-    assert [each.bytes for each in logprobs.content][2:] == [[0xE2, 0x82], [0xAC]]
-    for each in logprobs.content:
+    """The opening of a stream has none; without a number, only those of the tokens themselves are
+    asked for."""
+    chat: Any = {"model": "", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    answer: Any = await client.chat.completions.create(**chat, top_logprobs=2)
+    stream: Any = await client.chat.completions.create(**chat, stream=True)
+    opening, *parts = [part async for part in stream]
+    assert opening.choices[0].logprobs is None
+    streamed = [each for part in parts for each in part.choices[0].logprobs.content]
+    whole = answer.choices[0].logprobs.content
+    for content in (whole, streamed):
+        assert [each.token for each in content] == OF_TOKENS["tokens"]
+        assert [each.logprob for each in content] == OF_TOKENS["token_logprobs"]
+        assert [each.bytes for each in content][2:] == [[0xE2, 0x82], [0xAC]]
+    for each in whole:
         assert [(top.token, top.logprob, top.bytes) for top in each.top_logprobs] == [
             ("The", -0.5, list(b"The")),
             (" a", -1.5, list(b" a")),
         ]
-    assert generator.requests[0].sampling.logprobs == 2
-
-
-async def test_logprobs_of_a_streamed_chat(
-    client: openai.AsyncOpenAI, generator: Generator
-) -> None:
-    """The opening has none; without a number, only those of the tokens themselves are asked for."""
-    parts = await client.chat.completions.create(
-        model="org/tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True, stream=True
-    )
-    found = [part.choices[0].logprobs async for part in parts]
-    assert found[0] is None
-    tokens = [each.token for told in found[1:] if told and told.content for each in told.content]
-    assert tokens == OF_TOKENS["tokens"]
-    assert generator.requests[0].sampling.logprobs == 0
+    assert [request.sampling.logprobs for request in generator.requests] == [2, 0]
 
 
 async def test_logprobs_of_a_prompt(http: httpx.AsyncClient, generator: Generator) -> None:
@@ -217,20 +210,17 @@ ECHOED: dict[str, list[Any]] = {
 
 
 async def test_an_echo_has_logprobs_too(http: httpx.AsyncClient, generator: Generator) -> None:
-    """The prompt's first token has none; each offset is the beginning of its token."""
+    """The prompt's first token has none; each offset is the beginning of its token. The echo comes
+    first in a stream."""
     choice = await complete(http, echo=True, logprobs=2)
     assert choice["logprobs"] == ECHOED
     for offset, token in zip(ECHOED["text_offset"][:5], ECHOED["tokens"][:5], strict=True):
         assert choice["text"][offset:].startswith(token)
     assert generator.requests[0].sampling.prompt_logprobs == 2
     assert "prompt_logprobs" not in choice
-
-
-async def test_an_echo_comes_first_in_a_stream(http: httpx.AsyncClient) -> None:
     choices = await stream(http, "completions", prompt="Hi, you", echo=True, logprobs=2)
     assert [choice["text"] for choice in choices] == ["Hi, youThe", " a", "", "€"]
-    for name, values in ECHOED.items():
-        assert [value for choice in choices for value in choice["logprobs"][name]] == values
+    assert together(choices) == ECHOED
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -94,32 +94,6 @@ async def test_a_client_that_does_not_shake_hands_is_cut_off(made: Path) -> None
         await ask(port, made)
 
 
-@pytest.mark.parametrize("sent", [GET, b"\x16\x03\x01\x00\x04\x01\x00\x00\x00"])  # an empty hello
-async def test_a_client_that_speaks_no_tls_is_cut_off(port: int, made: Path, sent: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    async with asyncio.timeout(LIMIT_S):
-        assert await reader.read() == b""
-    writer.close()
-    await ask(port, made)
-
-
-@pytest.mark.parametrize("ending", ["tls", "tcp"])
-async def test_a_client_that_ends_the_connection_ends_its_request(
-    port: int, made: Path, application: Application, ending: str
-) -> None:
-    """With TLS's own message, or without."""
-    application.num_parts = 1
-    async with encrypted(port, made) as connection, asyncio.timeout(LIMIT_S):
-        connection.send(GET)
-        await connection.reader.readexactly(1 << 16)
-        if ending == "tls":
-            connection.writer.close()
-        else:
-            connection.writer.transport.abort()
-        await application.left.wait()
-
-
 async def test_an_answer_that_nobody_reads_waits_and_then_ends(
     port: int, made: Path, application: Application
 ) -> None:

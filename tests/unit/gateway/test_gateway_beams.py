@@ -12,7 +12,6 @@ from services.gateway.chat.beams import resolve_beam, with_greedy_sampling
 from services.gateway.output.delta import Delta, Received
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
-    Admit,
     Generated,
     Prefilled,
     Requeued,
@@ -66,8 +65,7 @@ def found(walk: Walk, *indices: int) -> list[Generated]:
 
 
 async def until_searching(walk: Walk) -> Ticket:
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     walk.on_event(walk.prefill, Prefilled(begun(ticket), ()))
     assert walk.request.status is RequestStatus.DECODING
     return ticket
@@ -82,9 +80,7 @@ async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     ticket = await until_searching(walk)
     assert ticket.sequences == (TicketSequence(0),)
     assert walk.decode.sent[0] == Reserve("r1", 1, num_sequences=3)
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert admit.ticket.sequences == begun(ticket).sequences
+    assert walk.admitted.sequences == begun(ticket).sequences
     for event in [goes_on(walk), *found(walk, 0, 1)]:
         walk.on_event(walk.decode, event)
     first, second = await deltas(walk)
@@ -126,8 +122,7 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
     left = replace(left, sequences=tuple(replace(s, block_ids=()) for s in left.sequences))
     walk.on_event(walk.decode, Requeued("r1", 1, reason, left))
     assert walk.request.status is RequestStatus.QUEUED
-    assert await walk.reserve()
-    again = walk.start()
+    again = await walk.until_prefilling()
     assert [one.token_ids for one in again.sequences] == [(5,) * 4, (6,) * 4, (7,) * 4]
     assert again.beams == left.beams
     assert not any(one.block_ids for one in again.sequences)
@@ -137,8 +132,7 @@ async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> No
     walk = searching()
     await until_searching(walk)
     walk.on_lost(walk.decode, died=True)
-    assert await walk.reserve()
-    again = walk.start()
+    again = await walk.until_prefilling()
     assert [one.token_ids for one in again.sequences] == [(5,), (6,), (7,)]
     submit = walk.prefill.sent[-1]
     assert isinstance(submit, Submit)

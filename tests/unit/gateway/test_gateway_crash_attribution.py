@@ -1,15 +1,14 @@
 """Requests over which workers die, and the limits of their attempts."""
 
-from dataclasses import replace
-
 import pytest
 from structlog.testing import capture_logs
 
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import Began, Generated, Prefilled
-from services.protocol.ticket import BeamParams, BeamState, FinishReason, TicketSequence
+from services.protocol.messages import Began
+from services.protocol.ticket import FinishReason
 from services.runtime.errors import PoisonRequest, Unavailable
 
+from .test_gateway_beams import goes_on, searching, until_searching
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
 
 
@@ -20,8 +19,7 @@ def begin(walk: Walk, worker: ScriptedWorker) -> None:
 
 async def until_computing(walk: Walk) -> None:
     """Wait until a prefill worker has begun the request."""
-    assert await walk.reserve()
-    walk.start()
+    await walk.until_prefilling()
     begin(walk, walk.prefill)
 
 
@@ -36,8 +34,7 @@ async def test_setbacks_without_a_token_have_a_limit() -> None:
     walk = Walk()
     with capture_logs() as logs:
         for _ in range(4):
-            assert await walk.reserve()
-            walk.start()
+            await walk.until_prefilling()
             walk.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
     with pytest.raises(Unavailable, match=r"^4 attempts of this request were set back; try again$"):
         await walk.tokens()
@@ -48,8 +45,7 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
     """Found by chaos, seed 5: the store was stuck, so that neither worker had begun the request."""
     walk = Walk()
     for _ in range(2):
-        assert await walk.reserve()
-        walk.start()
+        await walk.until_prefilling()
         walk.on_lost(walk.prefill, died=True)
         assert walk.request.status is RequestStatus.QUEUED
     await walk.until_decoding()
@@ -65,8 +61,7 @@ async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
     await until_computing(walk)
     walk.on_lost(walk.prefill, died=True)
     for _ in range(num_waits):
-        assert await walk.reserve()
-        walk.start()
+        await walk.until_prefilling()
         walk.on_lost(walk.prefill, died=True)
     await until_computing(walk)
     walk.on_lost(walk.prefill, died=True)
@@ -80,8 +75,7 @@ async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
     walk.on_event(walk.decode, Began("r1", walk.request.attempt.number))  # nobody asked it
     walk.on_lost(walk.prefill, died=True)
     late = Began("r1", walk.request.attempt.number - 1)
-    assert await walk.reserve()
-    walk.start()
+    await walk.until_prefilling()
     walk.on_event(walk.prefill, late)
     walk.on_lost(walk.prefill, died=True)
     assert walk.request.status is RequestStatus.QUEUED
@@ -143,25 +137,20 @@ async def test_a_token_of_the_other_role_clears_nobody(num_tokens: int) -> None:
         await walk.tokens()
 
 
-async def until_searching(walk: Walk, num_steps: int) -> None:
+async def until_stepping(walk: Walk, num_steps: int) -> None:
     """Wait until a decode worker has begun the search and made so many steps after the first
     ticket."""
-    assert await walk.reserve()
-    ticket = walk.start()
-    state = TicketSequence(0, (5,), (9,), len(PROMPT))
-    issued = replace(ticket, holder_epoch=2, sequences=(state,), beams=BeamState((-1.0,)))
-    walk.on_event(walk.prefill, Prefilled(issued, ()))
+    await until_searching(walk)
     begin(walk, walk.decode)
     for _ in range(num_steps):
-        goes_on = Generated("r1", walk.request.attempt.number, 0, len(PROMPT), (), None)
-        walk.on_event(walk.decode, goes_on)
+        walk.on_event(walk.decode, goes_on(walk))
 
 
 async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
     """The steps before it are repeated each time, and are no progress."""
-    walk = Walk(beam=BeamParams(1, 1))
+    walk = searching()
     for _ in range(2):
-        await until_searching(walk, num_steps=3)
+        await until_stepping(walk, num_steps=3)
         walk.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest, match="its decode worker died twice"):
         await walk.tokens()
@@ -169,13 +158,13 @@ async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
 
 async def test_a_search_is_not_blamed_for_what_others_have_done_before() -> None:
     """Nor for single deaths, as long as it makes progress; but there is a limit."""
-    walk = Walk(beam=BeamParams(1, 1))
+    walk = searching()
     for num_steps in (2, 1, 0, 3):
-        await until_searching(walk, num_steps)
+        await until_stepping(walk, num_steps)
         walk.on_lost(walk.decode, died=True)
         assert walk.request.status is RequestStatus.QUEUED
     for _ in range(3):
-        await until_searching(walk, num_steps=1)
+        await until_stepping(walk, num_steps=1)
         walk.on_lost(walk.decode, died=True)
     with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
         await walk.tokens()

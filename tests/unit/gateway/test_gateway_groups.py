@@ -8,7 +8,7 @@ from services.gateway.output.delta import Received
 from services.gateway.request import resuming, sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DetachedTicket
-from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
+from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved, Submit
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from services.runtime.errors import DuplicateRequest
 
@@ -18,6 +18,7 @@ from .walk import (
     ROOT,
     ScriptedWorker,
     Walk,
+    admitted_at,
     at_rest,
     deltas_of,
     expected,
@@ -57,19 +58,15 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
 
 async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
     walk = Walk(num_sequences=NUM)
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     walk.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
+    assert [sequence.index for sequence in walk.admitted.sequences] == [0, 2]
     assert walk.decode.num_taken_slots == 2
 
 
 async def test_sequences_that_end_with_the_first_token_are_not_sent_to_decode() -> None:
     walk = Walk(num_sequences=2)
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     walk.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
     assert walk.request.status is RequestStatus.ENDED
     assert walk.prefill.sent == [walk.prefill.sent[0]]  # it knows
@@ -106,9 +103,7 @@ async def test_a_stop_string_at_once_keeps_a_sequence_from_the_decode_worker() -
     """The prefill worker has put it at rest with the others; no decode worker gets it."""
     walk = Walk(num_sequences=NUM, stop=(text_of(expected(1, 2)),))
     await walk.until_decoding()
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 1]
+    assert [sequence.index for sequence in walk.admitted.sequences] == [0, 1]
 
 
 async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:
@@ -135,9 +130,7 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     step(walk, 1)
     assert other.num_taken_slots == 2
     walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
-    admit = other.sent[-1]
-    assert isinstance(admit, Admit)
-    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
+    assert [sequence.index for sequence in admitted_at(other).sequences] == [0, 2]
     walk.decode = other
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 2)
@@ -149,8 +142,8 @@ async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens
     walk.output.replay(
         (Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,)))
     )
-    assert await walk.reserve()
-    assert walk.start().sequences == (
+    again = await walk.until_prefilling()
+    assert again.sequences == (
         TicketSequence(1, (8,)),
         TicketSequence(2),
         TicketSequence(3, (5, 6)),
@@ -180,14 +173,14 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         prompt_token_ids=PROMPT,
         sampling=sampling,
         sequences=sequences,
+        num_cached_tokens=2,
     )
     resuming.adopt(walk.request, DetachedTicket(issuer, ticket))
     assert walk.request.is_computed
+    assert walk.output.stats.num_cached_tokens == 2
     assert await walk.reserve()
     sending.admit(walk.request)
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert {s.index: s.token_ids for s in admit.ticket.sequences} == there
+    assert {s.index: s.token_ids for s in walk.admitted.sequences} == there
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - len(there[index]))
     assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
@@ -203,6 +196,8 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     step(walk, 1, 3)
     step(walk, 3, MAX_TOKENS - 1)
     before = walk.output
+    assert before.stats.prefilled
+    before.stats.num_cached_tokens = 2
     received = (
         Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
         Received(1, tuple(expected(2, 1))),
@@ -217,6 +212,8 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
         resuming.resume(walk.request, walk.call((), n=3))
     resuming.resume(walk.request, walk.call(received))
     walk.output = walk.request.output
+    walk.output.stats.note_prefill(3)
+    assert walk.output.stats.num_cached_tokens == 2
     for index in (1, 2):
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
     deltas = await deltas_of(walk)
@@ -229,3 +226,38 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     with pytest.raises(DuplicateRequest):
         async for _ in before:
             pass
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+async def test_logprobs_that_no_gateway_kept_are_computed_again(is_parked: bool) -> None:
+    """The request runs here, or another gateway's ticket is ahead of the client."""
+    walk, issuer = Walk(), ScriptedWorker("issuer")
+    walk.request.sampling = replace(walk.request.sampling, logprobs=1)
+    walk.request.prompt_logprobs = 2
+    received = (Received(0, tuple(expected(1))),)
+    if is_parked:
+        walk.output.replay(received)
+        state = TicketSequence(0, tuple(expected(3)), (9, 10), len(PROMPT) + 2)
+        ticket = Ticket(
+            *("r1", 7, 5, "h", 4),
+            pool_id="pool",
+            root_hash=ROOT,
+            prompt_token_ids=PROMPT,
+            sampling=walk.request.sampling,
+            sequences=(state,),
+        )
+        resuming.adopt(walk.request, DetachedTicket(issuer, ticket))
+        assert issuer.sent == [Abort("r1", 7)]
+    else:
+        await walk.until_decoding()
+        step(walk, 0, 2)
+        resuming.resume(walk.request, walk.call(received))
+    assert walk.request.status is RequestStatus.QUEUED
+    again = await walk.until_prefilling()
+    assert again.sequences[0].token_ids == tuple(expected(1))
+    submit = walk.prefill.sent[-1]
+    assert isinstance(submit, Submit)
+    assert submit.prompt_logprobs is None
+    resuming.resume(walk.request, walk.call(()))
+    assert walk.request.unsent_prompt_logprobs == 2
+    walk.request.close()

@@ -9,7 +9,6 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DecodeReservation
 from services.protocol.messages import (
     Abort,
-    Admit,
     HandOver,
     Requeued,
     RequeueReason,
@@ -17,48 +16,46 @@ from services.protocol.messages import (
     Reserved,
     Submit,
 )
-from services.protocol.ticket import FinishReason, Ticket, TicketSequence
+from services.protocol.ticket import FinishReason
 
-from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, abort_detached, expected, generated
+from .walk import (
+    MAX_TOKENS,
+    ScriptedWorker,
+    Walk,
+    abort_detached,
+    admitted_at,
+    at_rest,
+    expected,
+    generated,
+    requeued,
+)
 
 
-def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
-    """The decode worker has put its request at rest."""
-    received = expected(walk.request.num_tokens - len(PROMPT))
-    sequence = TicketSequence(0, tuple(received), (9, 10), walk.request.num_tokens - 1)
-    at_rest = replace(
-        ticket, attempt=walk.request.attempt.number, holder_epoch=4, sequences=(sequence,)
-    )
-    return Requeued("r1", walk.request.attempt.number, RequeueReason.HANDED_OVER, at_rest)
-
-
-async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]:
+async def moving(walk: Walk) -> tuple[ScriptedWorker, DecodeReservation]:
     """The request runs, has been claimed, and has asked another decode worker for a slot."""
-    ticket = await walk.until_decoding()
+    await walk.until_decoding()
     assert walk.request.movable_from is None
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
     assert walk.request.movable_from is walk.decode
     other = ScriptedWorker("other")
     slot = sending.reserve_target(walk.request, other, "because d drains")
     assert other.sent == [Reserve("r1", 2)]
-    return ticket, other, slot
+    return other, slot
 
 
 async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     """Nothing goes to prefill, and the request runs until the slot is granted."""
     walk = Walk()
-    ticket, other, slot = await moving(walk)
+    other, slot = await moving(walk)
     walk.on_event(walk.decode, generated(walk, expected(3)[2]))
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     walk.on_event(walk.decode, generated(walk, expected(4)[3]))
-    given = handed_over(walk, ticket)
+    given = requeued(walk, at_rest(walk, 0))
     walk.on_event(walk.decode, given)
-    admit = other.sent[-1]
-    assert isinstance(admit, Admit)
     assert given.ticket is not None
-    assert admit.ticket == replace(given.ticket, attempt=2)
+    assert admitted_at(other) == replace(given.ticket, attempt=2)
     assert (walk.decode.num_taken_slots, other.num_taken_slots) == (0, 1)
     assert walk.request.movable_from is None
     rest = expected(MAX_TOKENS)[4:]
@@ -73,7 +70,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
 
 async def test_a_request_without_a_slot_elsewhere_keeps_running() -> None:
     walk = Walk()
-    _, other, slot = await moving(walk)
+    other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=False))
     assert not sending.request_move(walk.request, slot)
     assert walk.request.movable_from is walk.decode
@@ -87,7 +84,7 @@ async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     """Other requests that move with it may have to wait for theirs. A preemption meanwhile loses
     the slot."""
     walk = Walk()
-    _, other, slot = await moving(walk)
+    other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert HandOver("r1", 1) not in walk.decode.sent
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
@@ -100,7 +97,7 @@ async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
 @pytest.mark.parametrize("end", ["finished", "preempted", "cancelled", "lost"])
 async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> None:
     walk = Walk()
-    _, other, slot = await moving(walk)
+    other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)
     rest = expected(MAX_TOKENS)[2:]
@@ -118,14 +115,14 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
     walk.request.close()
 
 
-async def at_rest(walk: Walk) -> ScriptedWorker:
+async def resting(walk: Walk) -> ScriptedWorker:
     """The ticket is at rest at a decode worker, and the request is in the queue, since its target
     is gone."""
-    ticket, other, slot = await moving(walk)
+    other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)
     walk.on_lost(other, died=True)
-    walk.on_event(walk.decode, handed_over(walk, ticket))
+    walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0)))
     assert walk.request.status is RequestStatus.QUEUED
     assert walk.request.attempt.detached is not None
     issuer = walk.decode
@@ -137,7 +134,7 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
 async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None:
     """The request is computed again; the issuer is told to release, unless it knows, or is gone."""
     walk = Walk()
-    issuer = await at_rest(walk)
+    issuer = await resting(walk)
     match how:
         case "taken back":
             walk.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
@@ -150,14 +147,14 @@ async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None
     assert walk.request.attempt.detached is None
     assert (Abort("r1", 1) in issuer.sent) == (how in ("given up", "cancelled"))
     if how != "cancelled":
-        assert await walk.reserve()
-        assert walk.start().sequences[0].token_ids == tuple(expected(2))
+        again = await walk.until_prefilling()
+        assert again.sequences[0].token_ids == tuple(expected(2))
         walk.request.close()
 
 
 async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> None:
     walk = Walk()
-    issuer = await at_rest(walk)
+    issuer = await resting(walk)
     assert await walk.reserve()
     sending.admit(walk.request)
     attempt = walk.request.attempt.number

@@ -83,6 +83,13 @@ def write(
     output.write(Generated("r1", 1, 0, 0, token_ids, finish, logprobs))
 
 
+async def only(output: Output) -> Delta:
+    """The only delta of an output that ends now."""
+    output.close(None)
+    (delta,) = await read(output)
+    return delta
+
+
 def ids(text: str) -> tuple[int, ...]:
     return tuple(text.encode())
 
@@ -94,8 +101,7 @@ async def test_unread_tokens_become_one_delta() -> None:
     assert not output.has_ended
     write(output, ids("d"), FinishReason.LENGTH)
     assert output.has_ended
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.token_ids) == ("abcd", ids("abcd"))
     assert delta.finish_reason is FinishReason.LENGTH
     assert delta.usage is not None
@@ -147,8 +153,7 @@ async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
 async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
     output = make("STOP")
     write(output, ids("go STO"), FinishReason.LENGTH)
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.finish_reason) == ("go STO", FinishReason.LENGTH)
 
 
@@ -160,8 +165,7 @@ async def test_the_token_that_stopped_it_is_no_text(
     output = make(stop_token_ids=asked)
     write(output, (*ids("ab"), END), FinishReason.STOP)
     assert output.has_ended
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.token_ids) == ("ab", (*ids("ab"), END))
     assert (delta.finish_reason, delta.stopped_by) == (FinishReason.STOP, stopped_by)
 
@@ -226,15 +230,9 @@ async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
     output = telling()
     write(output, ids("a"), None, told(-0.5))
     write(output, (*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
-    output.close(None)
-    (delta,) = await read(output)
-    assert [each.chosen.token for each in delta.logprobs] == [
-        b"a",
-        b"\xe2",
-        b"\x82",
-        b"\xac",
-        b"\0",
-    ]
+    delta = await only(output)
+    spelled = [each.chosen.token for each in delta.logprobs]
+    assert spelled == [b"a", b"\xe2", b"\x82", b"\xac", b"\0"]
     assert [each.chosen.logprob for each in delta.logprobs] == [-0.5, -1.0, -2.0, -3.0, -4.0]
     assert [each.chosen.rank for each in delta.logprobs] == [1, 1, 2, 3, 4]
     # Where each begins: the parts of a character where it does, what is no text at the end.
@@ -245,8 +243,7 @@ async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
 async def test_tokens_after_a_stop_string_are_not_reported() -> None:
     output = telling("bc")
     write(output, ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.token_ids) == ("a", ids("abc"))
     assert [each.chosen.token for each in delta.logprobs] == [b"a", b"b", b"c"]
 
@@ -255,8 +252,7 @@ async def test_offsets_go_on_where_a_client_was() -> None:
     output = telling()
     output.replay([Received(0, ids("abc"))])
     write(output, ids("d"), FinishReason.LENGTH, told(-1.0))
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert [each.text_offset for each in delta.logprobs] == [3]
 
 
@@ -280,15 +276,13 @@ async def test_a_matched_stop_string_can_be_shown() -> None:
     output = make("STOP", includes_end=True)
     write(output, ids("go STOP and more"), None)
     assert output.has_ended
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
 
     output = make(stop_token_ids=ids("!"), includes_end=True)
     write(output, ids("ab!"), FinishReason.STOP)
     assert output.has_ended
-    output.close(None)
-    (delta,) = await read(output)
+    delta = await only(output)
     assert (delta.text, delta.stopped_by) == ("ab!", ids("!")[0])
 
 
@@ -343,6 +337,15 @@ async def test_tokens_between_the_tags_are_counted(
             output.replay([Received(0, ids(text[:num_received]))])
         write(output, ids(text[num_received:-1]), None)
         write(output, ids(text[-1]), FinishReason.LENGTH)
-        output.close(None)
-        (delta,) = await read(output)
+        delta = await only(output)
         assert delta.num_reasoning_tokens == len(reasoning)
+
+
+async def test_text_that_a_client_has_not_got_comes_once() -> None:
+    """A stop string that had half arrived when the stream broke is still found, and not sent."""
+    for more, text in (("OP and", ""), ("AY", "STAY")):
+        output = make("STOP")
+        output.replay([Received(0, ids("go ST"))])
+        write(output, ids(more), FinishReason.LENGTH)
+        output.close(None)
+        assert "".join(delta.text for delta in await read(output)) == text

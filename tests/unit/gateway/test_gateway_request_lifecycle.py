@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.output.output import MAX_UNREAD_TOKENS
 from services.gateway.request import sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.worker import Worker
@@ -20,7 +21,7 @@ from services.protocol.messages import (
     Reserved,
 )
 from services.protocol.ticket import FinishReason, successor_holder_id
-from services.runtime.errors import DeadlineExceeded, KVCorrupt
+from services.runtime.errors import DeadlineExceeded, KVCorrupt, Overloaded
 
 from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated
 
@@ -41,14 +42,11 @@ async def test_the_walk_from_queue_to_end() -> None:
 async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     """The prefill worker found a wrong block in the cache and allocated again (law 6)."""
     walk = Walk()
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     ticket = replace(ticket, holder_id=successor_holder_id(successor_holder_id(ticket.holder_id)))
     walk.on_event(walk.prefill, walk.prefilled(ticket))
     assert walk.request.status is RequestStatus.DECODING
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert admit.ticket.holder_id == ticket.holder_id
+    assert walk.admitted.holder_id == ticket.holder_id
 
 
 async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
@@ -95,8 +93,7 @@ async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None
 async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     walk = Walk()
     other = ScriptedWorker("other")
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     dropped: list[tuple[Worker, RequestEvent]] = [
         (walk.decode, generated(walk, 5)),  # not admitted yet
         (walk.decode, Reserved("r1", 1, granted=False)),  # answered before
@@ -140,9 +137,7 @@ async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
     assert await walk.reserve()
     old = replace(walk.start(), timeout_ms=60_000)
     walk.on_event(walk.prefill, walk.prefilled(old))
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert 0 < admit.ticket.timeout_ms <= 10_000
+    assert 0 < walk.admitted.timeout_ms <= 10_000
     walk.request.close()
 
 
@@ -150,3 +145,13 @@ async def test_no_stage_is_skipped() -> None:
     walk = Walk()
     with pytest.raises(RuntimeError, match="queued cannot become prefilling"):
         walk.start()
+
+
+async def test_a_client_that_does_not_read_is_cancelled() -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.on_event(walk.decode, generated(walk, *[7] * MAX_UNREAD_TOKENS))
+    assert isinstance(walk.host.ended[0], Overloaded)
+    assert walk.decode.sent[-1] == Abort("r1", 1)
+    with pytest.raises(Overloaded, match="too slowly"):
+        await walk.tokens()

@@ -45,6 +45,13 @@ async def cache(store: MemoryStore, asked: PoolSpec, num_blocks: int, salt: str 
     await store.release(asked.pool_id, "h", held.epoch)
 
 
+async def storing(*pools: Pool) -> MemoryStore:
+    store = MemoryStore()
+    for each in pools:
+        await store.register_pool(each.spec)
+    return store
+
+
 def asked(salt: str, adapter: Adapter | None = None) -> Request:
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, 16)
     of_client = GenerationRequest(PROMPT, cache_salt=salt)
@@ -59,10 +66,8 @@ async def routes(
 
 
 async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
-    store = MemoryStore()
     pools = [pool("a"), pool("b"), pool("c")]
-    for each in pools:
-        await store.register_pool(each.spec)
+    store = await storing(*pools)
     await cache(store, pools[1].spec, 3)
     await cache(store, pools[2].spec, 1)
     assert await routes(store, "", *pools) == [("b", 3), ("c", 1), ("a", 0)]
@@ -70,9 +75,8 @@ async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
 
 async def test_blocks_cached_without_an_adapter_do_not_count_with_one() -> None:
     """No client's salt gives the root of an adapter, which is a separate part."""
-    store, pools = MemoryStore(), [pool("a"), pool("b")]
-    for each in pools:
-        await store.register_pool(each.spec)
+    pools = [pool("a"), pool("b")]
+    store = await storing(*pools)
     await cache(store, pools[0].spec, 3)
     assert await routes(store, "", *pools) == [("a", 3), ("b", 0)]
     adapter = Adapter("name", "/path", "d1")
@@ -86,21 +90,16 @@ async def test_blocks_cached_without_an_adapter_do_not_count_with_one() -> None:
 
 
 async def test_blocks_cached_under_another_salt_do_not_count() -> None:
-    store = MemoryStore()
     pools = [pool("a"), pool("b", num_blocks=32)]
-    for each in pools:
-        await store.register_pool(each.spec)
+    store = await storing(*pools)
     await cache(store, pools[1].spec, 3, salt="tenant")
     assert await routes(store, "tenant", *pools) == [("b", 3), ("a", 0)]
     assert await routes(store, "other", *pools) == [("a", 0), ("b", 0)]
 
 
 async def test_the_pool_with_more_free_blocks_is_preferred_among_equal_ones() -> None:
-    store = MemoryStore()
     pools = [pool("a", num_blocks=8), pool("b", num_blocks=9)]
-    for each in pools:
-        await store.register_pool(each.spec)
-    assert await routes(store, "", *pools) == [("b", 0), ("a", 0)]
+    assert await routes(await storing(*pools), "", *pools) == [("b", 0), ("a", 0)]
 
 
 def route(*prefill: Worker, num_cached_blocks: int = 0) -> Route:
@@ -212,11 +211,9 @@ async def best(
 ) -> tuple[str, str]:
     """Where a prompt of 64 tokens that decodes in pool b is computed, and the pool from which its
     prefix is copied first. Pool a has `cached` blocks of it."""
-    store = MemoryStore()
     a = Pool(equal_spec("a"), prefill_a, ())
     b = Pool(equal_spec("b"), prefill_b, (worker("d"),))
-    for each in (a, b):
-        await store.register_pool(each.spec)
+    store = await storing(a, b)
     await cache(store, a.spec, cached)
     router = Router(store, SECRET, lambda source, target: bandwidth if source != target else 0.0)
     (route, *_) = await router.routes(asked(""), [b], [a, b])
@@ -241,11 +238,8 @@ async def test_a_prompt_is_computed_in_another_pool_where_that_takes_less_time()
 
 
 async def test_a_pool_without_prefill_and_without_a_mover_has_no_route() -> None:
-    store = MemoryStore()
     a, b = Pool(equal_spec("a"), (worker("p"),), ()), Pool(equal_spec("b"), (), (worker("d"),))
-    for each in (a, b):
-        await store.register_pool(each.spec)
-    assert await Router(store, SECRET).routes(asked(""), [b], [a, b]) == []
+    assert await Router(await storing(a, b), SECRET).routes(asked(""), [b], [a, b]) == []
 
 
 def test_a_worker_never_has_more_free_slots_than_slots() -> None:

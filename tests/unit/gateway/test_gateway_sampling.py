@@ -48,19 +48,21 @@ async def spelled(model: Model, *words: str) -> list[list[str]]:
     return [[WORDS[token_id] for token_id in word] for word in sampling.bad_words]
 
 
-async def test_a_bad_word_is_banned_with_and_without_a_space_before(model: Model) -> None:
-    assert await spelled(model, "a") == [["a"], ["Ġa"]]
-    assert await spelled(model, " a") == [["a"], ["Ġa"]]  # the same word
-
-
-async def test_a_space_that_is_a_token_of_its_own_needs_no_second_ban(model: Model) -> None:
+@pytest.mark.parametrize(
+    ("words", "banned"),
+    [
+        (["a"], [["a"], ["Ġa"]]),
+        ([" a"], [["a"], ["Ġa"]]),  # the same word
+        (["bb"], [["bb"]]),
+        (["aba"], [["ab", "a"]]),
+        (["b", "a", "b"], [["b"], ["Ġb"], ["a"], ["Ġa"]]),
+    ],
+)
+async def test_a_bad_word_is_banned_with_and_without_a_space_before(
+    model: Model, words: list[str], banned: list[list[str]]
+) -> None:
     """` bb` is `Ġb`, `b`: as in vLLM, only a spelling of the same number of tokens counts."""
-    assert await spelled(model, "bb") == [["bb"]]
-
-
-async def test_words_of_several_tokens(model: Model) -> None:
-    assert await spelled(model, "aba") == [["ab", "a"]]
-    assert await spelled(model, "b", "a", "b") == [["b"], ["Ġb"], ["a"], ["Ġa"]]
+    assert await spelled(model, *words) == banned
 
 
 async def test_many_bad_words_are_tokenized_beside_the_loop(model: Model) -> None:
@@ -96,6 +98,10 @@ async def test_negative_seed_is_the_seed_with_the_same_64_bits(
     assert (await resolved(model, seed=asked)).seed == seed
     message = generate_request(Request("x", Sampling(seed=asked)))
     assert message.sampling.seed == seed
+
+
+async def test_an_absent_seed_is_drawn(model: Model) -> None:
+    assert (await resolved(model)).seed != (await resolved(model)).seed
 
 
 def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:

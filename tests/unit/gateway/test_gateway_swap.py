@@ -37,8 +37,7 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
     """Only a worker that claims it there knows whether it still is there."""
     walk = Walk()
     issuer = await waiting(walk)
-    assert await walk.reserve()
-    walk.start()
+    await walk.until_prefilling()
     given_back = walk.request.attempt.number
     walk.on_event(walk.prefill, Requeued("r1", given_back, RequeueReason.DRAINING))
     assert await walk.reserve()
@@ -92,7 +91,6 @@ async def test_a_search_comes_back_where_it_stood() -> None:
     given = replace(given, sequences=bare, swapped=there)
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
     assert walk.request.status is RequestStatus.QUEUED
-    assert await walk.reserve()
-    again = walk.start()
+    again = await walk.until_prefilling()
     assert (again.swapped, again.sequences, again.beams) == (there, bare, given.beams)
     walk.request.close()

@@ -22,9 +22,9 @@ from services.gateway.request.records import Record, Records, record_of, refused
 from services.gateway.request.timeline import Timeline
 from services.protocol.messages import AwaitsBlocks, Began, Requeued, RequeueReason, Reserved
 
-from .test_gateway_migration import handed_over, moving
+from .test_gateway_migration import moving
 from .test_gateway_story import PLACED, WAITED, record
-from .walk import MAX_TOKENS, Walk, step
+from .walk import MAX_TOKENS, Walk, at_rest, requeued, step
 
 
 def events_of(walk: Walk, *kinds: type[Event]) -> list[Event]:
@@ -33,15 +33,13 @@ def events_of(walk: Walk, *kinds: type[Event]) -> list[Event]:
 
 async def run(walk: Walk) -> None:
     """To the end, through a preemption."""
-    assert await walk.reserve()
-    ticket = walk.start()
+    ticket = await walk.until_prefilling()
     walk.on_event(walk.prefill, AwaitsBlocks("r1", 1, 4, 1))
     walk.on_event(walk.prefill, Began("r1", 1))
     walk.on_event(walk.prefill, walk.prefilled(ticket))
     step(walk, 0)
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert await walk.reserve()
-    again = walk.start()
+    again = await walk.until_prefilling()
     walk.on_event(walk.prefill, Began("r1", again.attempt))
     walk.on_event(walk.prefill, walk.prefilled(again))
     step(walk, 0, MAX_TOKENS - 3)
@@ -86,9 +84,9 @@ async def test_decisions_are_noted_with_their_causes() -> None:
 
 async def test_a_move_is_noted_with_its_cause() -> None:
     walk = Walk()
-    ticket, other, _ = await moving(walk)
+    other, _ = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    walk.on_event(walk.decode, handed_over(walk, ticket))
+    walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0)))
     assert events_of(walk, Moved) == [Moved("d", other.id, "because d drains")]
     assert record_of(walk.request).timeline.phase is Phase.MOVING
     walk.request.close()

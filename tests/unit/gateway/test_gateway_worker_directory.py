@@ -1,6 +1,8 @@
 """The workers as the registry lists them: joining, leaving, and unusable ones."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -56,6 +58,18 @@ class DirectorySetup:
         if directory == "bad":
             raise StartupError("bad/tokenizer.json does not exist")
         return object.__new__(Model)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[WorkerDirectory]:
+        """Another directory, which looks an hour later unless it has a reason to look earlier."""
+        directory = WorkerDirectory(
+            *(self.registry, self.store, self._connect, self._load, self.changes.notify),
+            poll_s=3600,
+        )
+        watching = asyncio.create_task(directory.watch())
+        yield directory
+        watching.cancel()
+        await asyncio.wait([watching])
 
     async def announce(self, *members: Member) -> None:
         for member in members:
@@ -180,19 +194,12 @@ async def test_a_model_is_read_while_its_workers_start(setup: DirectorySetup) ->
 
 
 async def test_starting_workers_are_looked_for_more_often(setup: DirectorySetup) -> None:
-    """Otherwise this directory would look an hour later."""
     for each in (replace(member("p1", "prefill"), state="starting"), member("d1", "decode")):
         await setup.registry.announce(each, TTL_S)
-    directory = WorkerDirectory(
-        *(setup.registry, setup.store, setup._connect, setup._load, setup.changes.notify),
-        poll_s=3600,
-    )
-    watching = asyncio.create_task(directory.watch())
-    await until(lambda: setup.num_loads > 0)
-    await setup.registry.announce(member("p1", "prefill"), TTL_S)
-    await until(directory.ready)
-    watching.cancel()
-    await asyncio.wait([watching])
+    async with setup.watching() as directory:
+        await until(lambda: setup.num_loads > 0)
+        await setup.registry.announce(member("p1", "prefill"), TTL_S)
+        await until(directory.ready)
 
 
 async def test_the_registry_is_read_again_at_once_when_a_worker_has_changed(
@@ -200,19 +207,13 @@ async def test_the_registry_is_read_again_at_once_when_a_worker_has_changed(
 ) -> None:
     """A worker that has taken another role closes its streams, and serves a moment later."""
     await setup.announce(member("p1", "prefill"), member("w2", "prefill"), member("d1", "decode"))
-    directory = WorkerDirectory(
-        *(setup.registry, setup.store, setup._connect, setup._load, setup.changes.notify),
-        poll_s=3600,
-    )
-    watching = asyncio.create_task(directory.watch())
-    await until(directory.ready)
-    changing = setup.connections.pop("w2").worker
-    changing.draining, changing.connected = True, False
-    directory.look_again()
-    await setup.registry.announce(member("w2", "decode"), TTL_S)
-    await until(lambda: len(directory.decode_workers()["a"]) == 2)
-    watching.cancel()
-    await asyncio.wait([watching])
+    async with setup.watching() as directory:
+        await until(directory.ready)
+        changing = setup.connections.pop("w2").worker
+        changing.draining, changing.connected = True, False
+        directory.look_again()
+        await setup.registry.announce(member("w2", "decode"), TTL_S)
+        await until(lambda: len(directory.decode_workers()["a"]) == 2)
 
 
 async def test_a_broken_model_directory_makes_only_its_workers_unusable(

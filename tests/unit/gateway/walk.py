@@ -144,7 +144,10 @@ class Walk:
         request = self.request
         sampling = replace(self.asked.sampling, n=n or self.asked.sampling.n)
         asked = replace(self.asked, received=received, sampling=sampling)
-        call = Request(asked, *(request.id, request.model, PROMPT, request.sampling))
+        call = Request(
+            *(asked, request.id, request.model, PROMPT, request.sampling),
+            prompt_logprobs=request.prompt_logprobs,
+        )
         call.output = output_of(call)
         call.output.replay(received)
         return call
@@ -161,11 +164,21 @@ class Walk:
         self.on_event(self.decode, Reserved("r1", self.request.attempt.number, granted))
         return await asking
 
+    @property
+    def admitted(self) -> Ticket:
+        """The ticket that the decode worker got last, with its last command."""
+        return admitted_at(self.decode)
+
     def start(self) -> Ticket:
         sending.submit(self.request, self.prefill, PrefillLoad(3), "pool", ROOT)
         submit = self.prefill.sent[-1]
         assert isinstance(submit, Submit)
         return submit.ticket
+
+    async def until_prefilling(self) -> Ticket:
+        """Reserve a decode slot, and submit the request to the prefill worker."""
+        assert await self.reserve()
+        return self.start()
 
     def prefilled(self, ticket: Ticket, *ended: FinishReason | None) -> Prefilled:
         """`ended`: how each sequence ended with this token, where it did."""
@@ -181,8 +194,7 @@ class Walk:
         return Prefilled(at_rest, tuple(outputs))
 
     async def until_decoding(self) -> Ticket:
-        assert await self.reserve()
-        ticket = self.start()
+        ticket = await self.until_prefilling()
         self.on_event(self.prefill, self.prefilled(ticket))
         return ticket
 
@@ -219,6 +231,12 @@ def at_rest(walk: Walk, *indices: int) -> Ticket:
         sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
     attempt = walk.request.attempt.number
     return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
+
+
+def admitted_at(worker: ScriptedWorker) -> Ticket:
+    admit = worker.sent[-1]
+    assert isinstance(admit, Admit)
+    return admit.ticket
 
 
 def abort_detached(walk: Walk) -> None:

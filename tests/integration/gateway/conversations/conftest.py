@@ -4,12 +4,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from tests.integration.gateway.conftest import GatewayHarness, write_model
 from tests.integration.gateway.fakes import decode, prefill
 
@@ -71,13 +70,10 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def client(harness: GatewayHarness) -> AsyncIterator[openai.AsyncOpenAI]:
-    app = create_app(harness.gateway, harness.request_metrics)
-    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
-        transport = openai.DefaultAsyncHttpxClient(timeout=10, trust_env=False)
-        async with openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=transport,
-        ) as client:
-            yield client
+    async with harness.http() as http, openai_client(http) as client:
+        yield client
+
+
+def openai_client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    url = f"{http.base_url}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)

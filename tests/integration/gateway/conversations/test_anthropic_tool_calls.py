@@ -7,8 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from tests.integration.gateway.conftest import GatewayHarness
 
 from .conftest import TEXT, TOOLS, Script
@@ -36,11 +34,8 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 async def http(harness: GatewayHarness) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(harness.gateway, harness.request_metrics)
-    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
-            yield http
+    async with harness.http() as http:
+        yield http
 
 
 def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,15 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.api import ChatMessage, GenerationRequest, RequestedTools
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
+from services.gateway.api import ChatMessage, RequestedTools
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.parser.parts import Part, joined
 from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 
-from .conftest import TEXT, TOOLS, USER, Script
+from .conftest import TEXT, TOOLS, USER, Script, openai_client
 
 pytestmark = pytest.mark.usefixtures("script")
 
@@ -188,39 +186,13 @@ async def test_a_wrong_schema_of_a_function_is_named_with_its_path(
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "role"),
-    [
-        ("", "system"),
-        ("{# developer #}", "system"),
-        ("{% if messages[0].role == 'developer' %}{% endif %}", "developer"),
-    ],
-)
-async def test_developers_message_is_the_systems_unless_the_template_knows_it(
-    make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path, more: str, role: str
-) -> None:
-    """A template that leaves out the roles that it does not know must not lose it."""
-    template = "{% for m in messages %}{{ m.role }}{% endfor %}" + more
-    (model_dir / "chat_template.jinja").write_text(template)
-    harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
-    request = GenerationRequest((ChatMessage("developer", "Be brief."),), model="toy")
-    rendered = (await harness.gateway.tokenize(request)).token_ids
-    assert await harness.gateway.detokenize(rendered, "toy") == role
-
-
 async def test_tools_need_a_template_and_a_format(
     make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path
 ) -> None:
     async def answer(template: str, **more: Any) -> str:
         (model_dir / "chat_template.jinja").write_text(template)
         harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
-        app = create_app(harness.gateway, harness.request_metrics)
-        async with (
-            http_server(app, "127.0.0.1", 0, grace_s=1) as port,
-            openai.AsyncOpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-            ) as client,
-        ):
+        async with harness.http() as http, openai_client(http) as client:
             try:
                 answer = await client.chat.completions.create(**fields(**more))
             except openai.BadRequestError as error:

@@ -75,6 +75,9 @@ class Session:
     def send(self, **event: Any) -> None:
         self._outgoing.put_nowait(self._response(**event))
 
+    def send_verbatim(self, message: Any) -> None:
+        self._outgoing.put_nowait(message)
+
     def end(self) -> None:
         self._outgoing.put_nowait(None)
 
