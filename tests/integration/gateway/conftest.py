@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
+from services.gateway.access.guards import KeyGuard
 from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
@@ -93,6 +94,8 @@ class GatewayHarness:
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     request_metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     metrics: RequestMetrics = field(init=False)
+    workers: tuple[FakePrefill, FakeDecode] = field(init=False)
+    """Those of the fixture `harness`."""
     assembly: Wiring = field(init=False)
 
     @property
@@ -117,9 +120,6 @@ class GatewayHarness:
         self.assembly = await self.stack.enter_async_context(
             start_gateway(self.store, self.registry, SECRET, options, self.metrics)
         )
-
-    def num_moves(self) -> float | None:
-        return self.request_metrics.get_sample_value("quire:num_moves_total", {"model_name": "toy"})
 
     async def add(self, *workers: FakePrefill | FakeDecode) -> None:
         """Start workers and wait until the gateway uses them."""
@@ -157,9 +157,9 @@ class GatewayHarness:
         """Wait until so many requests are in the queue."""
         await until(lambda: self.assembly.dispatcher.num_waiting == number)
 
-    async def listen(self) -> str:
+    async def listen(self, guard: KeyGuard | None = None) -> str:
         """The address of the gateway's own gRPC server."""
-        server = RpcServer(SERVICE_NAME)
+        server = RpcServer(SERVICE_NAME, guard=guard)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(self.gateway), server.aio
         )
@@ -176,9 +176,9 @@ class GatewayHarness:
             async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
                 yield client
 
-    async def serve(self) -> "inference_pb2_grpc.InferenceAsyncStub":
+    async def serve(self, guard: KeyGuard | None = None) -> "inference_pb2_grpc.InferenceAsyncStub":
         """A client of the gateway's own gRPC server."""
-        channel: aio.Channel = open_channel(await self.listen())
+        channel: aio.Channel = open_channel(await self.listen(guard))
         self.stack.push_async_callback(channel.close)
         return inference_pb2_grpc.InferenceStub(channel)
 
@@ -252,5 +252,13 @@ async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
 @pytest.fixture
 async def harness(make_harness: Callable[..., Any]) -> GatewayHarness:
     """A gateway with a worker of each kind."""
-    made: GatewayHarness = await make_harness(FakePrefill(), FakeDecode())
+    workers = FakePrefill(), FakeDecode()
+    made: GatewayHarness = await make_harness(*workers)
+    made.workers = workers
     return made
+
+
+@pytest.fixture
+async def http(harness: GatewayHarness) -> AsyncIterator[httpx.AsyncClient]:
+    async with harness.http() as client:
+        yield client

@@ -23,14 +23,13 @@ from quire.v1.inference_pb2 import ListModelsRequest
 from services.gateway.access.caller import Caller, bind_caller
 from services.gateway.access.guards import KeyGuard
 from services.gateway.api import GenerationRequest
-from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.request.metrics import RequestMetrics
 from services.runtime.errors import RateLimited, UnknownModel
 from services.runtime.metrics import MAX_TENANT_LABELS, OTHER_TENANTS
-from services.runtime.rpc.transport import RpcServer, open_channel
+from services.runtime.rpc.transport import open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 
-from .conftest import PROMPT, GatewayHarness
+from .conftest import PROMPT
 from .fakes import FakeDecode, FakePrefill
 from .test_gateway_process import ALL_SERVICES, free_port, launch, services_at, stack
 from .test_gateway_resume import message, tokens_of
@@ -40,23 +39,11 @@ REFUSED = grpc.StatusCode.UNAUTHENTICATED
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
-async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.InferenceAsyncStub":
-    """A client of the gateway with an API key."""
-    ring = keyring(**limits)
-    server = RpcServer(SERVICE_NAME, guard=KeyGuard(ring))
-    service = InferenceService(harness.gateway)
-    inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
-    channel: aio.Channel = open_channel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
-    harness.stack.push_async_callback(server.stop)
-    harness.stack.push_async_callback(channel.close)
-    return inference_pb2_grpc.InferenceStub(channel)
-
-
 async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness: Any) -> None:
     """Bob sends as his salt the value that Alice's salt becomes."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode(), report_cached_tokens=False)
-    stub = await keyed(harness)
+    stub = await harness.serve(KeyGuard(keyring()))
     roots = []
     for number, (key, salt) in enumerate(((ALICE, "x"), (BOB, "x"), (BOB, "acme/x"), (BOB, ""))):
         asked = message(None, request_id=f"r{number}")
@@ -83,7 +70,7 @@ async def test_a_limit_ends_a_call_with_its_status(
 ) -> None:
     """A request uses 15 tokens of its prompt and 8 of its answer. A model that a key may not use is
     treated as unknown, and the error lists no models."""
-    stub = await keyed(harness, **limits)
+    stub = await harness.serve(KeyGuard(keyring(**limits)))
     if "models" not in limits:
         await tokens_of(stub.Generate(message(None), metadata=bearer(ALICE)))
     with pytest.raises(aio.AioRpcError) as error:

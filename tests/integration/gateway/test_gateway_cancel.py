@@ -30,9 +30,8 @@ async def test_a_cancelled_request_leaves_the_queue(make_harness: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "deadline"])
-async def test_the_end_of_a_request_reaches_every_hop(make_harness: Any, end: str) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+async def test_the_end_of_a_request_reaches_every_hop(harness: Any, end: str) -> None:
+    prefill, decode = harness.workers
     prefill.holds = True
     call = Call(harness.gateway, asked(timeout_s=0.2))
     await until(lambda: bool(prefill.held))
@@ -49,12 +48,11 @@ async def test_the_end_of_a_request_reaches_every_hop(make_harness: Any, end: st
 
 
 async def test_an_id_may_be_used_again_before_the_workers_have_released_it(
-    make_harness: Any,
+    harness: Any,
 ) -> None:
     """For the workers, a retry with the same id is another attempt, although it is the first
     attempt of its request. Their events about the old request do not reach it."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    prefill, _ = harness.workers
     prefill.holds = True
     first = Call(harness.gateway, asked("same", max_tokens=5))
     await until(lambda: len(prefill.held) == 1)

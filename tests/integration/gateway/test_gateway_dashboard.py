@@ -112,11 +112,16 @@ async def dashboard(
         shown.feed.close()
 
 
-async def test_quire_top_shows_what_the_feed_tells(harness: Any) -> None:
+@pytest.fixture
+async def page(harness: GatewayHarness) -> AsyncIterator[Page]:
     async with dashboard(harness) as page:
-        await Call(harness.gateway, asked("r1")).task
-        url = str(page.http.base_url)
-        document = await asyncio.to_thread(read_document, TopFlags(url=url))
+        yield page
+
+
+async def test_quire_top_shows_what_the_feed_tells(harness: Any, page: Page) -> None:
+    await Call(harness.gateway, asked("r1")).task
+    url = str(page.http.base_url)
+    document = await asyncio.to_thread(read_document, TopFlags(url=url))
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(document))
     text = console.export_text()
@@ -124,95 +129,87 @@ async def test_quire_top_shows_what_the_feed_tells(harness: Any) -> None:
         assert shown in text
 
 
-async def test_retained_prefixes_are_shown_by_name(harness: Any) -> None:
+async def test_retained_prefixes_are_shown_by_name(harness: Any, page: Page) -> None:
     for owner in ("~", "acme"):
         await harness.store.retain("pool", owner, "p", 60_000, [b"h" * 16], (9, 9))
-    async with dashboard(harness) as page:
-        page.manager.num_retained = 1
-        document = await page.until(lambda now: bool(now["pools"]))
+    page.manager.num_retained = 1
+    document = await page.until(lambda now: bool(now["pools"]))
     pool = document["pools"]["pool"]
     assert (pool["retained"], pool["names"]) == (1, ["acme/p", "p"])
 
 
-async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: Any) -> None:
-    decode = FakeDecode()
+async def test_feed_follows_a_request_from_its_queue_to_its_end(harness: Any, page: Page) -> None:
+    _, decode = harness.workers
     decode.pause_after = 2
-    harness = await make_harness(FakePrefill(), decode)
-    async with dashboard(harness) as page:
-        call = Call(harness.gateway, asked("r1", 8))
-        document = await page.until(
-            lambda now: any(view["tokens"] == 2 for view in now["requests"].values())
-        )
-        (running,) = document["requests"].values()
-        assert running["id"] == "r1"
-        assert [span[0] for span in running["spans"]] == [
-            *("waiting", "prefill", "hand-off", "decode")
-        ]
-        assert running["spans"][-1][2] == decode.worker_id
-        assert (document["num_running"], document["num_waiting"]) == (1, 0)
-        assert document["workers"][decode.worker_id]["state"] == "serving"
-        decode.go_on(8)
-        await call.result()
-        document = await page.until(lambda now: now["num_running"] == 0)
-        (ended,) = document["requests"].values()
-        assert (ended["outcome"], ended["tokens"]) == ("length", 8)
-        assert ended["ended_ms"] >= ended["spans"][-1][1]
-        assert sum(document["ttft"]["counts"]) == 1
-        assert document["generated_tokens"] == 8
+    call = Call(harness.gateway, asked("r1", 8))
+    document = await page.until(
+        lambda now: any(view["tokens"] == 2 for view in now["requests"].values())
+    )
+    (running,) = document["requests"].values()
+    assert running["id"] == "r1"
+    assert [span[0] for span in running["spans"]] == [*("waiting", "prefill", "hand-off", "decode")]
+    assert running["spans"][-1][2] == decode.worker_id
+    assert (document["num_running"], document["num_waiting"]) == (1, 0)
+    assert document["workers"][decode.worker_id]["state"] == "serving"
+    decode.go_on(8)
+    await call.result()
+    document = await page.until(lambda now: now["num_running"] == 0)
+    (ended,) = document["requests"].values()
+    assert (ended["outcome"], ended["tokens"]) == ("length", 8)
+    assert ended["ended_ms"] >= ended["spans"][-1][1]
+    assert sum(document["ttft"]["counts"]) == 1
+    assert document["generated_tokens"] == 8
 
 
-async def test_a_request_without_a_token_waits_also_at_a_prefill_worker(make_harness: Any) -> None:
-    prefill = FakePrefill()
+async def test_a_request_without_a_token_waits_also_at_a_prefill_worker(
+    harness: Any, page: Page
+) -> None:
+    prefill, _ = harness.workers
     prefill.holds = True
-    harness = await make_harness(prefill, FakeDecode())
-    async with dashboard(harness) as page:
-        call = Call(harness.gateway, asked("r1", 8))
-        document = await page.until(
-            lambda now: any(view["spans"][-1][0] == "prefill" for view in now["requests"].values())
-        )
-        (request,) = document["requests"].values()
-        assert (document["num_running"], document["num_waiting"]) == (0, 1)
-        assert document["oldest_wait_ms"] == document["now_ms"] - request["spans"][0][1]
-        prefill.let_go()
-        await call.result()
-        document = await page.until(lambda now: now["num_waiting"] == 0)
-        assert document["oldest_wait_ms"] == 0
+    call = Call(harness.gateway, asked("r1", 8))
+    document = await page.until(
+        lambda now: any(view["spans"][-1][0] == "prefill" for view in now["requests"].values())
+    )
+    (request,) = document["requests"].values()
+    assert (document["num_running"], document["num_waiting"]) == (0, 1)
+    assert document["oldest_wait_ms"] == document["now_ms"] - request["spans"][0][1]
+    prefill.let_go()
+    await call.result()
+    document = await page.until(lambda now: now["num_waiting"] == 0)
+    assert document["oldest_wait_ms"] == 0
 
 
-async def test_errors_and_the_last_minutes_are_shown(harness: Any) -> None:
+async def test_errors_and_the_last_minutes_are_shown(harness: Any, page: Page) -> None:
     """Also those from before somebody looked."""
-    async with dashboard(harness) as page:
-        await Call(harness.gateway, asked("r1", 8)).result()
-        with pytest.raises(PromptTooLong):
-            await Call(harness.gateway, asked("r2", 8, prompt=(1,) * 100_000)).result()
-        keeping = asyncio.create_task(page.of_gateway.keep_history())
-        document = await page.until(lambda now: bool(now["history"]))
-        keeping.cancel()
+    await Call(harness.gateway, asked("r1", 8)).result()
+    with pytest.raises(PromptTooLong):
+        await Call(harness.gateway, asked("r2", 8, prompt=(1,) * 100_000)).result()
+    keeping = asyncio.create_task(page.of_gateway.keep_history())
+    document = await page.until(lambda now: bool(now["history"]))
+    keeping.cancel()
     assert document["failures"] == {"context_length_exceeded": 1}
     ((at_ms, *figures),) = document["history"]
     assert figures == [0, 0, 8, 1]
     assert at_ms <= document["now_ms"]
 
 
-async def test_feed_has_no_text_of_prompts_and_answers(harness: Any) -> None:
-    async with dashboard(harness) as page:
-        call = Call(harness.gateway, asked("r1", 8, prompt=SECRET_TEXT))
-        await call.result()
-        await page.until(lambda now: bool(now["requests"]))
+async def test_feed_has_no_text_of_prompts_and_answers(harness: Any, page: Page) -> None:
+    call = Call(harness.gateway, asked("r1", 8, prompt=SECRET_TEXT))
+    await call.result()
+    await page.until(lambda now: bool(now["requests"]))
     assert b'"r1"' in page.bytes
     assert SECRET_TEXT.encode() not in page.bytes
     assert call.text.encode() not in page.bytes
 
 
 async def test_cells_survive_the_block_managers_absence(
-    harness: Any,
+    page: Page,
 ) -> None:
-    async with dashboard(harness) as page:
-        document = await page.until(lambda now: len(now["pools"]["pool"]["cells"]) == 3)
-        assert document["pools"]["pool"]["cells"]["2"] == [0, 1, 2, 0, 0, 0, 0]
-        page.manager.is_there = False
-        document = await page.until(lambda now: not now["block_manager"])
-        assert len(document["pools"]["pool"]["cells"]) >= 3
+    document = await page.until(lambda now: len(now["pools"]["pool"]["cells"]) == 3)
+    assert document["pools"]["pool"]["cells"]["2"] == [0, 1, 2, 0, 0, 0, 0]
+    page.manager.is_there = False
+    document = await page.until(lambda now: not now["block_manager"])
+    assert len(document["pools"]["pool"]["cells"]) >= 3
 
 
 async def test_lost_worker_stays_listed_as_gone(make_harness: Any) -> None:
@@ -269,17 +266,16 @@ async def test_page_answers_questions_about_blocks_and_audits(harness: Any) -> N
         assert (await page.http.post("/dashboard/audit", headers=headers)).status_code == 503
 
 
-async def test_page_and_its_files_forbid_what_they_do_not_need(harness: Any) -> None:
-    async with dashboard(harness) as page:
-        for path in ("/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())):
-            answer = await page.http.get(path)
-            assert answer.status_code == 200, path
-            policy = answer.headers["content-security-policy"]
-            assert "unsafe" not in policy
-            for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
-                assert part in policy
-        for path in ("/dashboard/nothing.js", "/dashboard/..%2froutes.py", "/dashboard/"):
-            assert (await page.http.get(path)).status_code == 404, path
+async def test_page_and_its_files_forbid_what_they_do_not_need(page: Page) -> None:
+    for path in ("/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())):
+        answer = await page.http.get(path)
+        assert answer.status_code == 200, path
+        policy = answer.headers["content-security-policy"]
+        assert "unsafe" not in policy
+        for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
+            assert part in policy
+    for path in ("/dashboard/nothing.js", "/dashboard/..%2froutes.py", "/dashboard/"):
+        assert (await page.http.get(path)).status_code == 404, path
 
 
 @pytest.mark.parametrize(("setting", "status"), [("auto", 403), ("on", 200), ("off", 404)])

@@ -12,10 +12,9 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_requests_of_workers_that_left_go_on(make_harness: Any, role: str) -> None:
+async def test_requests_of_workers_that_left_go_on(harness: Any, role: str) -> None:
     """A worker that closes its stream did not die of a request."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    prefill, decode = harness.workers
     prefill.holds = role == "prefill"
     decode.pause_after = 1
     call = Call(harness.gateway, asked())
@@ -50,10 +49,9 @@ async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> 
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_worker_that_is_leaving_is_expected_to_end(make_harness: Any) -> None:
+async def test_a_worker_that_is_leaving_is_expected_to_end(harness: Any) -> None:
     """It does not matter how its stream ends."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    prefill, _ = harness.workers
     prefill.holds = True
     call = Call(harness.gateway, asked())
     await until(lambda: bool(prefill.held))

@@ -11,12 +11,12 @@ import pytest
 from quire.v1.inference_pb2 import ExplainRequest, GenerateRequest, TokenIds
 from quire.v1.sampling_pb2 import SamplingParams
 from services.gateway.access.caller import LOCAL_OPERATOR
-from tests.api_keys import ALICE, BOB, OPERATOR, bearer
+from services.gateway.access.guards import KeyGuard
+from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill
-from .test_gateway_api_keys import keyed
 from .test_gateway_dashboard import dashboard
 from .test_gateway_migration import running_at
 
@@ -51,11 +51,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})]
 )
 async def test_the_last_part_of_an_answer_has_the_figures(
-    harness: Any, path: str, body: dict[str, Any], stream: dict[str, Any], n: int
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], stream: dict[str, Any], n: int
 ) -> None:
-    async with harness.http() as http:
-        parts = await post(http, path, **body, **stream, n=n, include_metrics=True)
-        assert not any("quire" in part for part in await post(http, path, **body, **stream))
+    parts = await post(http, path, **body, **stream, n=n, include_metrics=True)
+    assert not any("quire" in part for part in await post(http, path, **body, **stream))
     assert [("quire" in part, "metrics" in part) for part in parts] == [
         *[(False, False)] * (len(parts) - 1),
         (True, True),
@@ -71,12 +70,11 @@ async def test_the_last_part_of_an_answer_has_the_figures(
     [("/v1/messages", CHAT), ("/v1/responses", {"input": "Hi", "max_tokens": None})],
 )
 async def test_messages_and_responses_have_the_figures_at_their_end(
-    harness: Any, path: str, body: dict[str, Any]
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
-    async with harness.http() as http:
-        (whole,) = await post(http, path, **body, include_metrics=True)
-        parts = await post(http, path, **body, stream=True, include_metrics=True)
-        assert "quire" not in (await post(http, path, **body))[0]
+    (whole,) = await post(http, path, **body, include_metrics=True)
+    parts = await post(http, path, **body, stream=True, include_metrics=True)
+    assert "quire" not in (await post(http, path, **body))[0]
     ends = [each.get("response", each) for each in parts]
     (end,) = [each for each in ends if "quire" in each]
     assert end in (ends[-1], ends[-2])
@@ -118,9 +116,8 @@ async def test_waits_for_slots_and_moves_are_explained_with_their_causes(make_ha
     assert "outcome length: 8 tokens generated" in explained(harness, "r2")
 
 
-async def test_a_forecast_changes_nothing(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+async def test_a_forecast_changes_nothing(harness: Any) -> None:
+    prefill, _ = harness.workers
     told = "\n".join(await harness.gateway.forecast(asked("r1")))
     assert "The prompt has 15 tokens: 1 block of 16 with the first new token." in told
     assert "The answer may have 8 tokens." in told
@@ -133,7 +130,7 @@ async def test_a_forecast_changes_nothing(make_harness: Any) -> None:
 
 
 async def test_a_key_gets_explanations_of_its_own_requests_only(harness: Any) -> None:
-    stub = await keyed(harness)
+    stub = await harness.serve(KeyGuard(keyring()))
     request = GenerateRequest(
         request_id="mine", token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=2)
     )

@@ -50,10 +50,9 @@ async def test_logprobs_come_only_when_asked_for(make_harness: Any, workers: Any
     assert not submit.ticket.sampling.HasField("logprobs")
 
 
-async def test_logprobs_of_prompt_and_answer_come_once(make_harness: Any, workers: Any) -> None:
+async def test_logprobs_of_prompt_and_answer_come_once(harness: Any) -> None:
     """Also if the decode worker is lost in the middle."""
-    prefill, decode = workers
-    harness = await make_harness(prefill, decode)
+    _, decode = harness.workers
     decode.pause_after = 4
     sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
     async with AsyncClient(await harness.listen()) as client:

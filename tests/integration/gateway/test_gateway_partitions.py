@@ -57,12 +57,11 @@ async def test_a_client_leaves_a_gateway_that_is_silent(
 
 
 async def test_a_gateway_cancels_requests_of_a_vanished_client(
-    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing tells the gateway that the client is gone; its keepalive finds out."""
     monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple(quicker(rpc._SERVER_OPTIONS)))
-    decode = FakeDecode()
-    harness = await make_harness(FakePrefill(), decode)
+    _, decode = harness.workers
     decode.pause_after = 3
     async with Proxy(await harness.listen()) as proxy, AsyncClient(proxy.address) as client:
         stream = client.generate(list(PROMPT), Sampling(0.0, max_tokens=8))

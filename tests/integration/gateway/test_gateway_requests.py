@@ -123,11 +123,10 @@ async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(harn
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(10, 16), (4090, 6)])
 async def test_an_absent_max_tokens_may_have_a_usual_number(
-    make_harness: Any, num_prompt: int, max_tokens: int
+    harness: Any, num_prompt: int, max_tokens: int
 ) -> None:
     """Less, where the context leaves less."""
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, FakeDecode())
+    prefill, _ = harness.workers
     prefill.holds = True
     prompt, sampling = (65,) * num_prompt, {"default_max_tokens": 16}
     call = Call(harness.gateway, asked(max_tokens=None, prompt=prompt, sampling=sampling))

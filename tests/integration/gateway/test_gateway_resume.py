@@ -194,11 +194,10 @@ async def tokens_of(call: Any, so_far: list[int] | None = None) -> list[int]:
     return tokens
 
 
-async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, workers: Any) -> None:
+async def test_a_call_goes_on_with_what_another_one_runs(harness: Any) -> None:
     """The client has lost its connection, and the gateway does not know it yet. The new call takes
     the request over, gets the tokens that were sent in vain, and nothing is computed again."""
-    prefill, decode = workers
-    harness = await make_harness(prefill, decode)
+    prefill, decode = harness.workers
     stub = await harness.serve()
     decode.pause_after = 5
     lost = stub.Generate(message(None))
@@ -223,10 +222,9 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, work
     ids=["a new request", "another prompt", "other draws", "other tokens", "more than there are"],
 )
 async def test_a_client_goes_on_with_the_same_request_only(
-    make_harness: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
+    harness: Any, num_received: int | None, changes: dict[str, Any]
 ) -> None:
-    decode = workers[1]
-    harness = await make_harness(*workers)
+    _, decode = harness.workers
     stub = await harness.serve()
     decode.pause_after = 5
     tokens: list[int] = []
@@ -269,10 +267,9 @@ async def test_another_client_neither_gets_a_request_nor_learns_of_it(
     assert len(prefill.submitted) == 2
 
 
-async def test_the_first_response_brings_the_token(make_harness: Any, workers: Any) -> None:
+async def test_the_first_response_brings_the_token(harness: Any) -> None:
     """A client that sends no resume token can resume, too."""
-    prefill, decode = workers
-    harness = await make_harness(prefill, decode)
+    prefill, decode = harness.workers
     stub = await harness.serve()
     decode.pause_after = 3
     responses: list[inference_pb2.GenerateResponse] = []

@@ -47,10 +47,9 @@ async def test_a_request_retains_the_full_blocks_of_its_prompt(harness: GatewayH
     assert 3_590_000 < retention.left_ms <= 3_600_000
 
 
-async def test_the_retained_blocks_are_those_that_the_worker_commits(make_harness: Any) -> None:
+async def test_the_retained_blocks_are_those_that_the_worker_commits(harness: Any) -> None:
     """The hashes have the root of the ticket."""
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, FakeDecode())
+    prefill, _ = harness.workers
     await usage_of(harness, cache_salt="s")
     (ticket,) = prefill.submitted
     assert set(harness.store.ledger("pool").blocks.retained) == set(
@@ -159,11 +158,10 @@ async def test_tenants_list_and_drop_their_own_prefixes(harness: GatewayHarness)
 
 
 async def test_usage_counts_what_is_read_and_written_once_for_all_answers(
-    make_harness: Any,
+    harness: Any,
 ) -> None:
     """6 full blocks, of which 2 were cached; a prompt that is cached as a whole writes nothing."""
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, FakeDecode())
+    prefill, _ = harness.workers
     prefill.num_cached = 32
     for n in (1, 3):
         usage = await usage_of(harness, sampling={"n": n})
@@ -176,10 +174,9 @@ async def test_usage_counts_what_is_read_and_written_once_for_all_answers(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("event", ["prefill dies", "decode dies", "preempted"])
-async def test_usage_is_that_of_the_first_prefill(make_harness: Any, event: str, n: int) -> None:
+async def test_usage_is_that_of_the_first_prefill(harness: Any, event: str, n: int) -> None:
     """The next one finds what this request has computed itself. The request retains once."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    prefill, decode = harness.workers
     prefill.num_cached, prefill.holds, decode.pause_after = 32, event == "prefill dies", 2
     call = Call(harness.gateway, asked(prompt=LONG, retain=(HOUR,), sampling={"n": n}))
     await until(lambda: bool(prefill.held or decode.running))

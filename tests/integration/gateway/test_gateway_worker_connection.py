@@ -22,10 +22,9 @@ from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected, member
 
 
-async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> None:
+async def test_an_unsendable_message_fails_one_request(harness: Any) -> None:
     """The other requests on the stream go on."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    _, decode = harness.workers
     decode.pause_after = 4
     call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
@@ -39,10 +38,9 @@ async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> Non
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker(
-    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = FakePrefill(), FakeDecode()
-    harness = await make_harness(*workers)
+    workers = harness.workers
     on_report = harness.assembly.dispatcher.on_report
 
     def fail_once(worker: Any) -> None:
@@ -65,12 +63,11 @@ class Undecodable:
 
 @pytest.mark.parametrize("wrong", ["undecodable", "senseless"])
 async def test_a_wrong_message_ends_the_stream_which_is_begun_again(
-    make_harness: Any, wrong: str
+    harness: Any, wrong: str
 ) -> None:
     """Whatever the message was about, no request waits for an answer that cannot come, and no
     client sees more of it than a delay."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
+    _, decode = harness.workers
     decode.pause_after = 4
     calls = [Call(harness.gateway, asked(f"r{number}")) for number in range(2)]
     await until(lambda: all(len(call.tokens) == 4 for call in calls))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import httpx
 import openai
@@ -167,6 +168,16 @@ async def url(generator: FakeGenerator) -> AsyncIterator[str]:
     Counter("quire:prompt_tokens", "of all", registry=metrics).inc(7)
     async with http_server(create_app(generator, metrics), "127.0.0.1", 0, grace_s=1) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def asking(generator: FakeGenerator, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app with these options."""
+    app = create_app(generator, CollectorRegistry(), **options)
+    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+            yield client
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 
 from typing import Any
 
-import httpx
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.gateway.http.adapters import adapter_routes
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from services.runtime.errors import InvalidRequest
 from tests.api_keys import ALICE, OPERATOR, keyring
 
-from .conftest import LIMIT_S, FakeGenerator
+from .conftest import FakeGenerator, asking
 
 
 class FakeAdapters:
@@ -27,7 +23,6 @@ class FakeAdapters:
 async def test_each_change_of_adapters_leaves_a_line(generator: FakeGenerator) -> None:
     adapters: Any = FakeAdapters()
     routes = adapter_routes(adapters)
-    app = create_app(generator, CollectorRegistry(), more_routes=routes, keyring=keyring())
     good = {"lora_name": "poet", "lora_path": "/poet"}
     asks = [
         ("load", ALICE, good),
@@ -35,13 +30,11 @@ async def test_each_change_of_adapters_leaves_a_line(generator: FakeGenerator) -
         ("load", OPERATOR, {**good, "lora_path": "/nowhere"}),
         ("unload", OPERATOR, {"lora_name": "poet"}),
     ]
-    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
-        url = f"http://127.0.0.1:{port}/v1/"
-        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
-            with capture_logs() as logs:
-                for verb, key, body in asks:
-                    headers = {"Authorization": f"Bearer {key}"}
-                    await client.post(f"{verb}_lora_adapter", json=body, headers=headers)
+    async with asking(generator, more_routes=routes, keyring=keyring()) as client:
+        with capture_logs() as logs:
+            for verb, key, body in asks:
+                headers = {"Authorization": f"Bearer {key}"}
+                await client.post(f"/v1/{verb}_lora_adapter", json=body, headers=headers)
     refused, *done = logs
     assert (refused["event"], refused["operator"]) == ("operation_refused", "alice")
     assert [(line["operator"], line["method"], line["outcome"]) for line in done] == [

@@ -20,7 +20,7 @@ from services.gateway.http.middleware.authentication import (
 from services.gateway.http.server import http_server
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
-from .conftest import HI, LIMIT_S, FakeGenerator
+from .conftest import HI, LIMIT_S, FakeGenerator, asking
 
 
 @pytest.fixture
@@ -114,10 +114,7 @@ async def test_without_keys_nobody_operates_over_http(http: httpx.AsyncClient, p
 
 
 async def test_a_call_with_several_inputs_counts_once(generator: FakeGenerator) -> None:
-    ring = keyring(requests_per_minute=2)
-    app = create_app(generator, CollectorRegistry(), keyring=ring)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+    async with asking(generator, keyring=keyring(requests_per_minute=2)) as http:
         answers = [
             await http.post(f"/v1/{path}", json=body, **as_(ALICE))
             for path, body in (

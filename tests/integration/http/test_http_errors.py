@@ -9,10 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from services.runtime import errors
 
-from .conftest import HI, TEXTS, FakeGenerator
+from .conftest import HI, TEXTS, FakeGenerator, asking
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,10 @@ async def test_a_silent_stream_sends_its_headers_and_comments(
 ) -> None:
     """An error after the headers is the last event. OpenAI's client skips the comments."""
     generator.delay_s, generator.error = 1.2, errors.Unavailable("the worker was lost")
-    app = create_app(generator, CollectorRegistry(), stream_ping_s=0.02)
-    async with http_server(app, "127.0.0.1", 0) as port:
-        url = f"http://127.0.0.1:{port}/v1"
+    async with asking(generator, stream_ping_s=0.02) as http:
+        url = f"{http.base_url}/v1"
         body = {**HI, "stream": True} if "chat" in path else {"input": "Hi", "stream": True}
-        async with httpx.AsyncClient(trust_env=False) as http:
-            answer = await http.post(f"{url}/{path}", json=body)
+        answer = await http.post(f"/v1/{path}", json=body)
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             stream = await client.responses.create(model="org/tiny", input="Hi", stream=True)
             with pytest.raises(openai.APIError, match="the worker was lost"):
@@ -236,8 +233,6 @@ async def test_no_path_with_a_slash_at_its_end_is_redirected(generator: FakeGene
 )
 async def test_other_hosts_are_refused(generator: FakeGenerator, host: str, allowed: bool) -> None:
     hosts = ("quire.example", "*.example.com", "[::1]")
-    app = create_app(generator, CollectorRegistry(), allowed_hosts=hosts)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with asking(generator, allowed_hosts=hosts) as client:
         answer = await client.get("/health", headers={"Host": host})
     assert answer.status_code == (200 if allowed else 400)

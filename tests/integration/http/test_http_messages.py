@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
 from services.gateway.api import (
     ChatMessage,
@@ -14,11 +13,9 @@ from services.gateway.api import (
     RetainDirective,
     ToolChoice,
 )
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
 from services.runtime import errors
 
-from .conftest import TEXTS, FakeGenerator
+from .conftest import TEXTS, FakeGenerator, asking
 
 HI: dict[str, Any] = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -121,10 +118,8 @@ async def test_silence_is_filled_with_pings_and_ends_with_an_error(
     generator: FakeGenerator,
 ) -> None:
     generator.delay_s, generator.error = 2.0, errors.Unavailable("the worker was lost")
-    app = create_app(generator, CollectorRegistry(), stream_ping_s=0.02)
-    async with http_server(app, "127.0.0.1", 0) as port, httpx.AsyncClient() as http:
-        url = f"http://127.0.0.1:{port}/v1/messages"
-        answer = await http.post(url, json={**HI, "stream": True})
+    async with asking(generator, stream_ping_s=0.02) as http:
+        answer = await http.post("/v1/messages", json={**HI, "stream": True})
     *pings, last = events_of(answer.text)
     assert pings
     assert all(each == {"type": "ping"} for each in pings)

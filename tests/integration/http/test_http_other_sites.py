@@ -2,15 +2,10 @@
 
 import json
 
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
-
-from .conftest import HI, LIMIT_S, FakeGenerator
+from .conftest import HI, FakeGenerator, asking
 
 EVIL, FRIEND = "https://evil.example.com", "https://friend.example.com"
 FORM = {"Content-Type": "text/plain"}
@@ -33,16 +28,13 @@ FORM = {"Content-Type": "text/plain"}
 async def test_a_page_of_another_site_computes_nothing(
     generator: FakeGenerator, site: str | None, origin: str | None, allowed: list[str], status: int
 ) -> None:
-    app = create_app(generator, CollectorRegistry(), cors_origins=allowed)
     headers = {**FORM, **({"Sec-Fetch-Site": site} if site else {})}
     headers |= {"Origin": origin} if origin else {}
-    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
-            body = json.dumps(HI)
-            with capture_logs() as logs:
-                answer = await client.post("/v1/chat/completions", content=body, headers=headers)
-            page = await client.get("/health", headers=headers)
+    async with asking(generator, cors_origins=allowed) as client:
+        body = json.dumps(HI)
+        with capture_logs() as logs:
+            answer = await client.post("/v1/chat/completions", content=body, headers=headers)
+        page = await client.get("/health", headers=headers)
     assert (answer.status_code, page.status_code) == (status, 200)
     assert len(generator.requests) == (status == 200)
     if status == 403:

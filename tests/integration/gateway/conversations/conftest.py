@@ -9,7 +9,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.gateway.conftest import GatewayHarness, write_model
+from tests.integration.gateway.conftest import write_model
 from tests.integration.gateway.fakes import decode, prefill
 
 TEMPLATE = """
@@ -69,8 +69,8 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def client(harness: GatewayHarness) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with harness.http() as http, openai_client(http) as client:
+async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(http) as client:
         yield client
 
 

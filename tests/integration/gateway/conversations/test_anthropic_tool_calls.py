@@ -1,13 +1,10 @@
 """Tool calls and reasoning in /v1/messages; the workers generate the test's text."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-
-from tests.integration.gateway.conftest import GatewayHarness
 
 from .conftest import TEXT, TOOLS, Script
 
@@ -30,12 +27,6 @@ BODY: dict[str, Any] = {
         for each in TOOLS
     ],
 }
-
-
-@pytest.fixture
-async def http(harness: GatewayHarness) -> AsyncIterator[httpx.AsyncClient]:
-    async with harness.http() as http:
-        yield http
 
 
 def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,7 +64,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.num_slots = num_slots
         self.slots: dict[tuple[str, int], int] = {}
         self._reserved_by: dict[tuple[str, int], Session] = {}
-        self.ended_early: list[tuple[str, int, int]] = []
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
         self.unanswered: list[tuple[Session, decode_pb2.Reserve]] = []
@@ -120,7 +119,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         key = abort.request_id, abort.attempt
         running = self.running.get(abort.request_id)
         if abort.HasField("index"):
-            self.ended_early.append((*key, abort.index))
             if running is not None and running.key == key:
                 self._end(running, abort.index)
             return

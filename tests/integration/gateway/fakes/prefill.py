@@ -1,6 +1,5 @@
 """A prefill worker that computes nothing."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from grpc import aio
@@ -25,7 +24,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.held: list[tuple[Session, ticket_pb2.Ticket]] = []
         self.prompt_logprobs: dict[str, int] = {}
         self.num_cached = 0
-        self.corrupt: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
 
     @property
     def submitted(self) -> list[ticket_pb2.Ticket]:
@@ -63,7 +61,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         ticket.holder_epoch = 2
         del ticket.sequences[:]
         outputs = [self._first_token(ticket, sequence) for sequence in submitted.sequences]
-        self.corrupt(ticket)
         prefilled = prefill_pb2.Prefilled(ticket=state_of(ticket), outputs=outputs)
         prompt = ticket.prompt_token_ids
         num_top = self.prompt_logprobs.get(ticket.request_id)

@@ -96,9 +96,8 @@ class Session:
 @dataclass(eq=False)
 class FakeWorker:
     """`seen`: all commands, in order. `together`: the kinds of commands of each message. `aborted`:
-    by (request, attempt). `stuck`: its streams stay open without any message. `begins`: it begins
-    what it receives; otherwise that is `waiting`. `dies_of`: the request over which it dies,
-    `takes_s` after it has begun it."""
+    by (request, attempt). `stuck`: its streams stay open without any message. `dies_of`: the
+    request over which it dies once it has begun it."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -116,10 +115,7 @@ class FakeWorker:
     num_reports: int = 0
     num_deaths: int = 0
     dies_of: str = ""
-    takes_s: float = 0.0
     stuck: bool = False
-    begins: bool = True
-    waiting: list[tuple[Session, Any]] = field(default_factory=list)
     names: Names = field(default_factory=Names)
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
@@ -189,30 +185,16 @@ class FakeWorker:
     def begin(self, session: Session, command: Any, compute: Callable[[], None]) -> None:
         """Begin a request."""
         ticket = command.ticket
-
-        def go_on() -> None:
-            if session not in self.sessions:
-                return
-            if ticket.request_id == self.dies_of:
-                self.num_deaths += 1
-                self.die()
-            else:
-                compute()
-
-        if not self.begins:
-            self.waiting.append((session, command))
-            return
-        self.say_begun(session, command)
-        if self.takes_s:
-            asyncio.get_running_loop().call_later(self.takes_s, go_on)
-        else:
-            go_on()
-
-    def say_begun(self, session: Session, command: Any) -> None:
-        key = command.ticket.request_id, command.ticket.attempt
         cached = getattr(self, "num_cached", 0)
-        began = worker_pb2.Began(request_id=key[0], attempt=key[1], num_cached_tokens=cached)
-        session.send(began=began)
+        key = {"request_id": ticket.request_id, "attempt": ticket.attempt}
+        session.send(began=worker_pb2.Began(**key, num_cached_tokens=cached))
+        if session not in self.sessions:
+            return
+        if ticket.request_id == self.dies_of:
+            self.num_deaths += 1
+            self.die()
+        else:
+            compute()
 
     def commands(self, kind: type) -> list[Any]:
         return [command for command in self.seen if isinstance(command, kind)]
