@@ -89,7 +89,8 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     assert orders[1:] == sorted(orders[1:])
 
 
-async def test_a_worker_that_does_not_answer_delays_no_other_request(make_harness: Any) -> None:
+async def test_a_worker_that_does_not_answer_is_asked_again_when_it_has(make_harness: Any) -> None:
+    """It delays no other request."""
     silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     silent.answers_reservations = False
     harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)
@@ -99,18 +100,11 @@ async def test_a_worker_that_does_not_answer_delays_no_other_request(make_harnes
         assert call.tokens == expected(PROMPT, 8)
     assert silent.aborted == [("r1", 1)]
     assert len(silent.commands(decode_pb2.Reserve)) == 1
-
-
-async def test_a_worker_that_answers_late_is_asked_again(make_harness: Any) -> None:
-    silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
-    silent.answers_reservations = False
-    harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)
-    await Call(harness.gateway, asked("r1")).result()
     silent.answer_at_last()
     seen = harness.assembly.directory.decode_workers()["pool"]
     await until(lambda: not any(worker.unresponsive for worker in seen))
-    await Call(harness.gateway, asked("r2")).result()
-    assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]
+    await Call(harness.gateway, asked("r3")).result()
+    assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r3"]
 
 
 async def test_a_worker_whose_stream_broke_is_asked_again(make_harness: Any) -> None:

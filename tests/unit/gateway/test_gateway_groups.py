@@ -56,10 +56,14 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
     assert [usage.num_generated_tokens for usage in usages] == [NUM * MAX_TOKENS]
 
 
-async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
-    walk = Walk(num_sequences=NUM)
+@pytest.mark.parametrize("stop", [(), (text_of(expected(1, 1)),)], ids=["its end", "a stop string"])
+async def test_a_sequence_of_one_token_is_not_in_the_ticket(stop: tuple[str, ...]) -> None:
+    """With a stop string, the prefill worker has put it at rest with the others; no decode worker
+    gets it."""
+    walk = Walk(num_sequences=NUM, stop=stop)
     ticket = await walk.until_prefilling()
-    walk.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
+    ends = () if stop else (None, FinishReason.STOP)
+    walk.on_event(walk.prefill, walk.prefilled(ticket, *ends))
     assert [sequence.index for sequence in walk.admitted.sequences] == [0, 2]
     assert walk.decode.num_taken_slots == 2
 
@@ -97,13 +101,6 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
     assert deltas[1][-1].stopped_by == text_of(stopping[1:])
     for index in (0, 2):
         assert [t for d in deltas[index] for t in d.token_ids] == expected(MAX_TOKENS, index)
-
-
-async def test_a_stop_string_at_once_keeps_a_sequence_from_the_decode_worker() -> None:
-    """The prefill worker has put it at rest with the others; no decode worker gets it."""
-    walk = Walk(num_sequences=NUM, stop=(text_of(expected(1, 2)),))
-    await walk.until_decoding()
-    assert [sequence.index for sequence in walk.admitted.sequences] == [0, 1]
 
 
 async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:

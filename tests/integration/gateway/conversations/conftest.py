@@ -75,5 +75,6 @@ async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def openai_client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    own = openai.DefaultAsyncHttpxClient(timeout=10, trust_env=False)
     url = f"{http.base_url}/v1"
-    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=own)
