@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -58,7 +59,11 @@ class Connection:
 
 @asynccontextmanager
 async def connected(
-    port: int, *, receive_bytes: int | None = None, address: str = "127.0.0.1"
+    port: int,
+    *,
+    receive_bytes: int | None = None,
+    address: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Connection]:
     """A connection from `address`; `receive_bytes`: the approximate size of its receive buffer."""
     sock = socket.socket()
@@ -67,7 +72,10 @@ async def connected(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
-    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    name = None if tls is None else "127.0.0.1"
+    reader, writer = await asyncio.open_connection(
+        sock=sock, limit=1024, ssl=tls, server_hostname=name
+    )
     try:
         yield Connection(reader, writer)
     finally:

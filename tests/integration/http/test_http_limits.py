@@ -3,19 +3,23 @@ clients."""
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from quire.certificates import write_certificates
 from services.gateway.http.app import create_app
 from services.gateway.http.connections import ConnectionLimits
 from services.gateway.http.middleware.body_limits import MAX_BODY_BYTES
 from services.gateway.http.server import http_server
+from services.runtime.rpc.tls import TlsFiles
 from tests.waiting import until
 
 from .conftest import FakeGenerator, soon
@@ -30,6 +34,7 @@ async def serving(
     generator: FakeGenerator,
     body_memory: int = 256 * MIB,
     body_timeout_s: float = 60.0,
+    tls: TlsFiles | None = None,
     **limits: Any,
 ) -> AsyncIterator[int]:
     """Serves on the port that it yields; `limits`: of ConnectionLimits."""
@@ -40,8 +45,21 @@ async def serving(
         body_timeout_s=body_timeout_s,
     )
     bounds = ConnectionLimits(**limits)
-    async with http_server(app, "127.0.0.1", 0, grace_s=1, limits=bounds) as port:
+    async with http_server(app, "127.0.0.1", 0, 1, bounds, tls) as port:
         yield port
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    write_certificates(directory)
+    return directory
+
+
+def tls_of(certificates: Path) -> tuple[TlsFiles, ssl.SSLContext]:
+    """The files of the server, and what a client needs."""
+    files = TlsFiles(certificates / "gateway.crt", certificates / "gateway.key")
+    return files, ssl.create_default_context(cafile=str(certificates / "ca.crt"))
 
 
 async def ask_health(port: int) -> float:
@@ -109,6 +127,20 @@ async def test_headers_that_do_not_arrive_are_given_up(
             await connection.answer()
         connection.send(sent)
         assert await connection.closed() == b""
+
+
+async def test_a_client_that_does_not_shake_hands_is_cut_off(
+    generator: FakeGenerator, certificates: Path
+) -> None:
+    files, client = tls_of(certificates)
+    async with serving(generator, tls=files, header_timeout_s=0.2) as port:
+        for sent in (b"", b"\x16"):  # the first byte of a hello
+            async with connected(port) as connection:
+                connection.send(sent)
+                assert await connection.closed() == b""
+        async with connected(port, tls=client) as connection:
+            connection.send(HEALTH)
+            assert (await connection.answer()).status == 200
 
 
 @pytest.mark.parametrize("headers", ["", "Connection: close\r\n"])
@@ -256,12 +288,16 @@ async def test_too_many_busy_connections_are_refused(generator: FakeGenerator) -
         await ask_health(port)
 
 
-async def test_a_stream_that_nobody_reads_ends(generator: FakeGenerator) -> None:
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_a_stream_that_nobody_reads_ends(
+    generator: FakeGenerator, certificates: Path, is_encrypted: bool
+) -> None:
     """Its generator and its connection are closed, although the client stays."""
     generator.is_endless = True
+    files, client = tls_of(certificates) if is_encrypted else (None, None)
     async with (
-        serving(generator, write_timeout_s=0.2) as port,
-        connected(port, receive_bytes=4096) as connection,
+        serving(generator, tls=files, write_timeout_s=0.2) as port,
+        connected(port, receive_bytes=4096, tls=client) as connection,
         soon(),
     ):
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
