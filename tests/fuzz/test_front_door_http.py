@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.deployment import VOCAB, Deployment
+from tests.fuzz.deployment import Deployment
 from tests.fuzz.victim import FUZZ, victim
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -89,30 +89,3 @@ def test_http(
     """JSON of wrong types, huge numbers, lone surrogates, and text that is not JSON."""
     runner, deployment = service
     runner.run(http_beside(deployment, asked))
-
-
-# Tokenizing
-
-
-def test_detokenize_inverts_tokenize(service: tuple[asyncio.Runner, Deployment]) -> None:
-    runner, deployment = service
-
-    async def there_and_back() -> None:
-        http = deployment.http
-        answer = (await http.post("/tokenize", json={"prompt": "hello", "model": "toy"})).json()
-        expected_ids = list(deployment.tokenizer.encode("hello"))
-        assert (answer["tokens"], answer["count"]) == (expected_ids, len(expected_ids))
-        text = await http.post("/detokenize", json={"tokens": answer["tokens"]})
-        assert text.json() == {"prompt": "hello"}
-        assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
-        for path, body, param in (
-            ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
-            ("/detokenize", {"tokens": [-1]}, "tokens"),
-            ("/tokenize", {"prompt": "x", "model": "nobody"}, "model"),
-            ("/tokenize", {"messages": []}, "messages"),
-        ):
-            refused = await http.post(path, json=body)
-            assert refused.status_code in (400, 404)
-            assert refused.json()["error"]["param"] == param
-
-    runner.run(there_and_back())

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from quire.types import Beam
@@ -247,3 +248,19 @@ async def test_model_of_the_deployment_without_workers_is_unavailable_not_unknow
     with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
         await Call(harness.gateway, asked(model="other")).result()
     await Call(harness.gateway, asked(model="toy")).result()
+
+
+async def test_detokenize_inverts_tokenize(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/tokenize", json={"prompt": "hello"})).json()
+    assert (answer["tokens"], answer["count"]) == (list(b"hello"), 5)
+    text = await http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert text.json() == {"prompt": "hello"}
+    assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
+    for path, body, status, param in (
+        ("/detokenize", {"tokens": [300]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/tokenize", {"prompt": "x", "model": "nobody"}, 404, "model"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+    ):
+        refused = await http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)

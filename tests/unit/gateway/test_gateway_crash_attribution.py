@@ -5,11 +5,10 @@ from structlog.testing import capture_logs
 
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Began
-from services.protocol.ticket import FinishReason
 from services.runtime.errors import PoisonRequest, Unavailable
 
 from .test_gateway_beams import goes_on, searching, until_searching
-from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated, step
 
 
 def begin(walk: Walk, worker: ScriptedWorker) -> None:
@@ -49,8 +48,7 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
         walk.on_lost(walk.prefill, died=True)
         assert walk.request.status is RequestStatus.QUEUED
     await walk.until_decoding()
-    rest = expected(MAX_TOKENS)[1:]
-    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    step(walk, 0, MAX_TOKENS - 1)
     assert await walk.tokens() == expected(MAX_TOKENS)
 
 
@@ -110,16 +108,10 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
     walk = Walk()
     for _ in range(MAX_TOKENS // 2 - 1):
         await until_running(walk)
-        walk.on_event(
-            walk.decode,
-            generated(
-                walk, next_token([*PROMPT, *expected(walk.request.num_tokens - len(PROMPT))])
-            ),
-        )
+        step(walk, 0)
         walk.on_lost(walk.decode, died=True)
     await until_running(walk)
-    rest = expected(MAX_TOKENS)[walk.request.num_tokens - len(PROMPT) :]
-    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    step(walk, 0, MAX_TOKENS - len(walk.output.sequences[0].tokens))
     assert await walk.tokens() == expected(MAX_TOKENS)
 
 

@@ -28,6 +28,7 @@ from .walk import (
     expected,
     generated,
     requeued,
+    step,
 )
 
 
@@ -35,7 +36,7 @@ async def moving(walk: Walk) -> tuple[ScriptedWorker, DecodeReservation]:
     """The request runs, has been claimed, and has asked another decode worker for a slot."""
     await walk.until_decoding()
     assert walk.request.movable_from is None
-    walk.on_event(walk.decode, generated(walk, expected(2)[1]))
+    step(walk, 0)
     assert walk.request.movable_from is walk.decode
     other = ScriptedWorker("other")
     slot = sending.reserve_target(walk.request, other, "because d drains")
@@ -47,11 +48,11 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     """Nothing goes to prefill, and the request runs until the slot is granted."""
     walk = Walk()
     other, slot = await moving(walk)
-    walk.on_event(walk.decode, generated(walk, expected(3)[2]))
+    step(walk, 0)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
-    walk.on_event(walk.decode, generated(walk, expected(4)[3]))
+    step(walk, 0)
     given = requeued(walk, at_rest(walk, 0))
     walk.on_event(walk.decode, given)
     assert given.ticket is not None
@@ -100,10 +101,9 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
     other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert sending.request_move(walk.request, slot)
-    rest = expected(MAX_TOKENS)[2:]
     match end:
         case "finished":
-            walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+            step(walk, 0, MAX_TOKENS - 2)
         case "preempted":
             walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
         case "cancelled":

@@ -20,18 +20,17 @@ from services.protocol.messages import (
     Reserve,
     Reserved,
 )
-from services.protocol.ticket import FinishReason, successor_holder_id
+from services.protocol.ticket import successor_holder_id
 from services.runtime.errors import DeadlineExceeded, KVCorrupt, Overloaded
 
-from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated, step
 
 
 async def test_the_walk_from_queue_to_end() -> None:
     walk = Walk()
     await walk.until_decoding()
     assert walk.request.status is RequestStatus.DECODING
-    rest = expected(MAX_TOKENS)[1:]
-    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    step(walk, 0, MAX_TOKENS - 1)
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     assert walk.host.ended == [None]

@@ -4,7 +4,7 @@ swap pool."""
 from dataclasses import replace
 
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import Abort, Generated, Requeued, RequeueReason, Reserve, Submit
+from services.protocol.messages import Abort, Requeued, RequeueReason, Reserve, Submit
 from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
 
 from .test_gateway_beams import begun, searching, until_searching
@@ -23,9 +23,7 @@ def swapped_out(walk: Walk, ticket: Ticket, num_tokens: int = 2) -> Requeued:
 async def waiting(walk: Walk) -> ScriptedWorker:
     """A request that was swapped out after two tokens, and the decode worker that keeps it."""
     ticket = await walk.until_decoding()
-    second = (expected(2)[1],)
-    step = Generated("r1", walk.request.attempt.number, 0, walk.request.num_tokens, second, None)
-    walk.on_event(walk.decode, step)
+    step(walk, 0)
     walk.on_event(walk.decode, swapped_out(walk, ticket))
     assert walk.request.status is RequestStatus.QUEUED
     assert walk.decode.num_taken_slots == 0
