@@ -33,7 +33,7 @@ from tests.memory_registry import MemoryRegistry
 from tests.secret import SECRET
 from tests.waiting import until
 
-from .fakes import FakeDecode, FakePrefill, member, start
+from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 LIMIT_S = 10.0
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=256, block_size=16, block_bytes=1)
@@ -213,6 +213,13 @@ class Call:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.wait([self.task])
+
+
+async def finish(*calls: Call) -> None:
+    """Wait for the ends of calls for eight tokens after PROMPT, and check the tokens."""
+    for call in calls:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
 
 
 async def read(gateway: Gateway, request: GenerationRequest) -> AsyncGenerator[Delta, None]:

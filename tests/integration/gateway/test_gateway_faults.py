@@ -12,8 +12,8 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import NoWorker, PoisonRequest
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
-from .fakes import FakeDecode, FakePrefill, expected
+from .conftest import SPEC, Call, asked, finish
+from .fakes import FakeDecode, FakePrefill
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -31,9 +31,7 @@ async def test_a_request_that_kills_its_workers_is_found_among_others(
     calls = [Call(harness.gateway, asked(f"r{n}")) for n in range(10)]
     with pytest.raises(PoisonRequest, match=f"its {role} worker died twice"):
         await calls.pop(position).result()
-    for call in calls:
-        await call.result()
-        assert call.tokens == expected(PROMPT, 8)
+    await finish(*calls)
     assert sum(worker.num_deaths for worker in deadly) == 2
 
 
@@ -53,9 +51,7 @@ async def test_workers_of_the_version_before_serve_during_an_upgrade(make_harnes
         FakePrefill(protocol_version=PROTOCOL_VERSION - 1),
         FakeDecode(protocol_version=PROTOCOL_VERSION - 1),
     )
-    call = Call(harness.gateway, asked())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(Call(harness.gateway, asked()))
 
 
 async def test_a_request_may_come_a_little_before_the_workers(make_harness: Any) -> None:
@@ -64,8 +60,7 @@ async def test_a_request_may_come_a_little_before_the_workers(make_harness: Any)
     await asyncio.sleep(0)
     assert harness.gateway.models() == ()
     await harness.add(FakePrefill(), FakeDecode())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
     assert [model.id for model in harness.gateway.models()] == ["toy"]
 
 
@@ -85,8 +80,7 @@ async def test_request_waits_while_a_worker_that_it_lacks_is_starting(
     await asyncio.wait([call.task], timeout=1.2 * PATIENCE_S)
     assert not call.task.done()
     await harness.add(*starting)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
 
 
 async def test_request_fails_when_the_worker_that_was_starting_is_gone(make_harness: Any) -> None:
@@ -129,8 +123,7 @@ async def test_a_decode_worker_that_says_nothing_any_more_is_left(make_harness: 
     call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 3)
     stuck.stuck = True
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
     assert len(other.commands(decode_pb2.Admit)) == 1
     stuck.stuck = False
     await until(lambda: "decode-1" in harness.connected())
@@ -162,8 +155,7 @@ async def test_requests_of_workers_that_left_go_on(harness: Any, role: str) -> N
     await until(lambda: bool(prefill.held or decode.running))
     prefill.let_go()
     decode.go_on(pause_after=8)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
 
 
 async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> None:
@@ -180,8 +172,7 @@ async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> 
     await until(lambda: len(prefill.held) == 3)
     del prefill.held[:2]
     prefill.let_go()
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
 
 
 async def test_a_worker_that_is_leaving_is_expected_to_end(harness: Any) -> None:
@@ -195,5 +186,4 @@ async def test_a_worker_that_is_leaving_is_expected_to_end(harness: Any) -> None
     other = FakePrefill("prefill-2")
     await harness.add(other)
     prefill.die()
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)

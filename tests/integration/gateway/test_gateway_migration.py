@@ -9,8 +9,8 @@ from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.scheduling.migration import Migration
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked
-from .fakes import FakeDecode, FakePrefill, expected
+from .conftest import Call, GatewayHarness, asked, finish
+from .fakes import FakeDecode, FakePrefill
 
 Uneven = tuple[GatewayHarness, Migration, FakeDecode, FakeDecode, list[Call]]
 
@@ -21,12 +21,6 @@ async def running_at(harness: GatewayHarness, decode: FakeDecode, *names: str) -
     calls = [Call(harness.gateway, asked(name)) for name in names]
     await until(lambda: all(len(call.tokens) == 3 for call in calls))
     return calls
-
-
-async def finish(*calls: Call) -> None:
-    for call in calls:
-        await call.result()
-        assert call.tokens == expected(PROMPT, 8)
 
 
 async def test_requests_that_move_are_detached_together(make_harness: Any) -> None:

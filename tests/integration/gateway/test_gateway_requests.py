@@ -22,7 +22,7 @@ from services.runtime.errors import (
 )
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
+from .conftest import PROMPT, SPEC, Call, asked, finish
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
@@ -34,9 +34,7 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
     """The error that refuses the request; a good request is served right after it."""
     with pytest.raises(InvalidRequest) as error:
         await Call(harness.gateway, request).result()
-    good = Call(harness.gateway, asked("good"))
-    await good.result()
-    assert good.tokens == expected(PROMPT, 8)
+    await finish(Call(harness.gateway, asked("good")))
     return error.value
 
 
@@ -166,8 +164,7 @@ async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
         await harness.registry.withdraw(name)
     with pytest.raises(PromptTooLong, match="the pool has 4"):
         await large.result()
-    await other.result()
-    assert other.tokens == expected(PROMPT, 8)
+    await finish(other)
 
 
 @pytest.mark.parametrize("others_token", ["", "of another client, 128 bits"])

@@ -13,7 +13,7 @@ from services.protocol.ticket import FinishReason
 from services.runtime.errors import QueueFull
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, asked
+from .conftest import PROMPT, Call, asked, finish
 from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
@@ -80,9 +80,7 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     decode.requeue("first", PREEMPTED)
     decode.report(Load(num_free_slots=1))
     decode.go_on(pause_after=8)
-    for call in calls:
-        await call.result()
-        assert call.tokens == expected(PROMPT, 8)
+    await finish(*calls)
     served = [submit.ticket.request_id for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert served == ["first", "urgent", "first", "second", "third", "late"]
     orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
@@ -96,8 +94,7 @@ async def test_a_worker_that_does_not_answer_is_asked_again_when_it_has(make_har
     harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)
     for name in ("r1", "r2"):
         call = Call(harness.gateway, asked(name))
-        await call.result()
-        assert call.tokens == expected(PROMPT, 8)
+        await finish(call)
     assert silent.aborted == [("r1", 1)]
     assert len(silent.commands(decode_pb2.Reserve)) == 1
     silent.answer_at_last()
@@ -119,8 +116,7 @@ async def test_a_worker_whose_stream_broke_is_asked_again(make_harness: Any) -> 
     await until(lambda: all(worker.unresponsive for worker in seen))
     only.answers_reservations = True
     only.close_streams()
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
 
 
 async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:

@@ -18,8 +18,8 @@ from services.runtime.rpc.transport import RpcServer
 from tests.secret import OTHER, SECRET
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, asked
-from .fakes import FakeDecode, FakePrefill, expected, member
+from .conftest import Call, asked, finish
+from .fakes import FakeDecode, FakePrefill, member
 
 
 async def test_an_unsendable_message_fails_one_request(harness: Any) -> None:
@@ -32,8 +32,7 @@ async def test_an_unsendable_message_fails_one_request(harness: Any) -> None:
     with pytest.raises(ValueError, match="range"):
         worker.send(Reserve("r2", attempt=-1))
     decode.go_on(pause_after=8)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(call)
     assert decode.num_hellos == 1
 
 
@@ -49,9 +48,7 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
 
     monkeypatch.setattr(harness.assembly.dispatcher, "on_report", fail_once)
     await until(lambda: sum(worker.num_hellos for worker in workers) == 3)
-    call = Call(harness.gateway, asked())
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
+    await finish(Call(harness.gateway, asked()))
 
 
 class Undecodable:
@@ -82,9 +79,7 @@ async def test_a_wrong_message_ends_the_stream_which_is_begun_again(
         decode.sessions[0].send(step=decode_pb2.StepOutput(outputs=[output]))
     await until(lambda: decode.num_hellos == 2)
     decode.go_on(pause_after=8)
-    for call in calls:
-        await call.result()
-        assert call.tokens == expected(PROMPT, 8)
+    await finish(*calls)
 
 
 @pytest.mark.parametrize(
