@@ -176,14 +176,19 @@ async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> 
 
 
 async def test_a_worker_that_is_leaving_is_expected_to_end(harness: Any) -> None:
-    """It does not matter how its stream ends."""
-    prefill, _ = harness.workers
-    prefill.holds = True
+    """It does not matter how its stream ends: not even two of them are deaths."""
+    leaving, _ = harness.workers
+    leaving.holds = True
     call = Call(harness.gateway, asked())
-    await until(lambda: bool(prefill.held))
-    prefill.report(prefill.load, draining=True)
-    await until(lambda: "prefill-1" not in harness.connected())
-    other = FakePrefill("prefill-2")
-    await harness.add(other)
-    prefill.die()
+    for number in (2, 3):
+        await until(lambda: bool(leaving.held))  # noqa: B023
+        leaving.report(leaving.load, draining=True)
+        await until(lambda: leaving.worker_id not in harness.connected())  # noqa: B023
+        other = FakePrefill(f"prefill-{number}")
+        other.holds = number == 2
+        await harness.add(other)
+        leaving.holds = False
+        leaving.held.clear()
+        leaving.die()
+        leaving = other
     await finish(call)
