@@ -14,6 +14,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
+from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 from services.worker.roles.prefill import Prefill
@@ -21,7 +22,7 @@ from tests.late_device import DEVICES, Device, LateForward
 from tests.waiting import until
 
 from .fake_pools import FakePools
-from .fakes import Arena, FakeForward, FakeSession
+from .fakes import Arena, FakeForward, FakeSession, join
 from .kept_blocks import file_cache
 
 
@@ -44,6 +45,12 @@ class WorkerPair:
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         await until(condition, limit_s=limit_s)
+
+    async def another(self, worker_id: str, role: type[Any], **fields: Any) -> PoolWorker[Any]:
+        """Another worker on the pool, which does not run yet."""
+        member = await join(self.store, self.spec, worker_id, self.arena.stamps)
+        parts = self.store, member, FakeForward(self.arena), self.decode.limits
+        return PoolWorker(WorkerParts(*parts, WorkerMetrics(CollectorRegistry()), **fields), role)
 
     async def until_empty(self) -> None:
         """Wait until no block is held, and check every law of the ledger."""

@@ -308,6 +308,27 @@ def make_stamps(path: Any, spec: PoolSpec) -> CheckedStamps:
     return CheckedStamps(path, spec.num_blocks, spec.block_size)
 
 
+def asked(
+    n: int = 1,
+    max_tokens: int = 16,
+    prompt: Sequence[int] = PROMPT,
+    number: int = 1,
+    **changes: Any,
+) -> Ticket:
+    """A request for `n` samples. `changes`: of its sampling parameters."""
+    return ticket(
+        f"r{number}",
+        prompt,
+        sampling=replace(SAMPLED, max_tokens=max_tokens, **changes),
+        sequences=tuple(TicketSequence(index) for index in range(n)),
+    )
+
+
+def right(index: int, num_tokens: int = 16, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """The tokens of a sample."""
+    return tuple(expected(prompt, num_tokens, Draw(SAMPLED, index)))
+
+
 def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> Ticket:
     fields: dict[str, Any] = {
         "request_id": request_id,

@@ -1,39 +1,11 @@
 """Requests of several sequences on their way through the workers of a `WorkerPair`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from services.engine.batch import Draw
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import Ticket, TicketSequence
+from services.protocol.ticket import Ticket
 
 from .conftest import WorkerPair
-from .fakes import PROMPT, SAMPLED, FakeSession, expected, ticket
-from .runs import outputs, prefill
-
-
-def asked(n: int, max_tokens: int = 12, prompt: Sequence[int] = PROMPT, number: int = 1) -> Ticket:
-    return ticket(
-        f"r{number}",
-        prompt,
-        sampling=replace(SAMPLED, max_tokens=max_tokens),
-        sequences=tuple(TicketSequence(index) for index in range(n)),
-    )
-
-
-def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
-    return expected(prompt, num_tokens, Draw(SAMPLED, index))
-
-
-def admit(pair: WorkerPair, issued: Ticket) -> None:
-    pair.decode.role.reserve(pair.session, *issued.key, issued.width)
-    pair.decode.role.admit(pair.session, issued)
-
-
-async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
-    issued = await prefill(pair, wanted)
-    admit(pair, issued)
-    return issued
+from .fakes import FakeSession
+from .runs import outputs
 
 
 def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Generated]]:

@@ -4,30 +4,12 @@ prefill."""
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.engine.batch import Draw
 from services.protocol.messages import Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import Ticket, TicketSequence
 
 from .conftest import WorkerPair
-from .fakes import GREEDY, PROMPT, SAMPLED, FakeSession, expected, ticket
-from .groups import admit
-from .runs import outputs, prefill
-
-MAX_TOKENS = 16
-
-
-def asked(n: int, greedy: bool = False, stop: Sequence[int] = ()) -> Ticket:
-    sampling = GREEDY if greedy else SAMPLED
-    return ticket(
-        "r1",
-        PROMPT,
-        sampling=replace(sampling, max_tokens=MAX_TOKENS, stop_token_ids=tuple(stop)),
-        sequences=tuple(TicketSequence(index) for index in range(n)),
-    )
-
-
-def right(index: int, num_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
-    return tuple(expected(PROMPT, num_tokens, Draw(SAMPLED, index)))
+from .fakes import FakeSession
+from .runs import admit, outputs, prefill
 
 
 async def running(pair: WorkerPair, wanted: Ticket, num_steps: int) -> None:

@@ -16,10 +16,14 @@ async def prefill(pair: WorkerPair, asked: Ticket) -> Ticket:
     return ticket
 
 
-async def start(pair: WorkerPair, asked: Ticket) -> Ticket:
-    issued = await prefill(pair, asked)
-    pair.decode.role.reserve(pair.session, *issued.key, 1)
+def admit(pair: WorkerPair, issued: Ticket) -> None:
+    pair.decode.role.reserve(pair.session, *issued.key, issued.width)
     pair.decode.role.admit(pair.session, issued)
+
+
+async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
+    issued = await prefill(pair, wanted)
+    admit(pair, issued)
     return issued
 
 

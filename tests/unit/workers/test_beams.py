@@ -12,8 +12,7 @@ from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT
-from .groups import start
-from .runs import outputs, prefill
+from .runs import outputs, prefill, start
 from .searches import MAX_TOKENS, asked, right
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from blockstore.errors import WorkerFenced
 from blockstore.hashing import prefix_hashes
@@ -16,13 +15,10 @@ from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved
 from services.protocol.ticket import FinishReason
 from services.protocol.worker_stream import RELOAD
 from services.runtime.errors import InvalidRequest
-from services.runtime.metrics import WorkerMetrics
-from services.worker.pool_engine import WorkerParts
-from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 
 from .conftest import WorkerPair
-from .fakes import PROMPT, FakeForward, expected, join, ticket
+from .fakes import PROMPT, expected, ticket
 from .runs import finished, outputs, prefill, start, tokens
 
 
@@ -142,11 +138,7 @@ async def test_the_deadline_ends_a_running_sequence(pair: WorkerPair) -> None:
 
 async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:
     """Its requests continue elsewhere; its blocks are free once it is gone."""
-    fenced = await join(pair.store, pair.spec, "fenced", pair.arena.stamps)
-    metrics = WorkerMetrics(CollectorRegistry())
-    model = FakeForward(pair.arena)
-    parts = WorkerParts(pair.store, fenced, model, pair.decode.limits, metrics)
-    worker = PoolWorker(parts, Decode)
+    worker = await pair.another("fenced", Decode)
     running = asyncio.create_task(worker.run())
     await pair.store.fence("pool", "fenced")
     with pytest.raises(WorkerFenced):
@@ -234,15 +226,6 @@ async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
         "invalid_request",
         "no such form",
     )
-
-
-async def test_an_abort_while_it_is_being_claimed_frees_the_blocks(pair: WorkerPair) -> None:
-    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=500))
-    pair.decode.role.reserve(pair.session, "r1", 1, 1)
-    pair.decode.role.admit(pair.session, issued)
-    pair.decode.role.abort(pair.session, "r1", 1)
-    await pair.until_empty()
-    assert not outputs(pair.session, "r1")
 
 
 async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: WorkerPair) -> None:

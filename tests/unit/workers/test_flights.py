@@ -1,7 +1,6 @@
 """An engine on a late device, between the launch of a step and its retirement. Blocks of 4."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,17 @@ from numpy.typing import NDArray
 
 from blockstore.errors import WorkerFenced
 from blockstore.records import PoolSpec
-from services.engine.batch import Draw, Fault
+from services.engine.batch import Fault
 from services.engine.engine import Engine
 from services.engine.messages import Admit, Command, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
-from services.protocol.ticket import FinishReason, Ticket, TicketSequence
+from services.protocol.ticket import FinishReason, Ticket
 from tests.late_device import LateForward
 
-from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, ticket
+from .fakes import PROMPT, Arena, FakeForward, asked, make_stamps, right
 
 SIZE = 4
 KEY = "h-r1"
@@ -76,21 +75,8 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def asked(num_sequences: int = 1, max_tokens: int = 30, **changes: Any) -> Ticket:
-    return ticket(
-        "r1",
-        PROMPT,
-        sampling=replace(SAMPLED, max_tokens=max_tokens, **changes),
-        sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
-    )
-
-
-def right(num_tokens: int, index: int = 0) -> list[int]:
-    return expected(PROMPT, num_tokens, Draw(SAMPLED, index))
-
-
-def drawn(outcome: StepOutcome) -> list[int]:
-    return [token.token for advance in outcome.advances for token in advance.tokens]
+def drawn(outcome: StepOutcome) -> tuple[int, ...]:
+    return tuple(token.token for advance in outcome.advances for token in advance.tokens)
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> None:
@@ -99,10 +85,10 @@ def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> N
     assert (first.advances, first.is_busy) == ((), True)
     for number in range(3):
         assert len(host.device.flights) == 1
-        assert drawn(host.step()) == [right(4)[number]]
+        assert drawn(host.step()) == right(0, 4)[number : number + 1]
     assert host.device.num_ahead == 3
     last = host.step()
-    assert drawn(last) == [right(4)[3]]
+    assert drawn(last) == right(0, 4)[3:]
     assert last.advances[0].remaining == ()
     assert not host.device.flights
     assert not host.step().is_busy
@@ -126,14 +112,14 @@ def test_a_stopped_sequence_draws_no_second_token(tmp_path: Path) -> None:
     host.step(host.admit(asked(2), 5))
     (advance,) = host.step().advances
     assert advance.remaining is not None
-    assert [list(state.token_ids) for state in advance.remaining] == [right(1, 0), right(1, 1)]
+    assert [state.token_ids for state in advance.remaining] == [right(0, 1), right(1, 1)]
     assert host.device.num_ahead == 0
 
 
 def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host) -> None:
     """Its last token is a stop token, which only the host recognizes; the token after it is
     dropped."""
-    host.step(host.admit(asked(stop_token_ids=(right(3)[-1],))))
+    host.step(host.admit(asked(stop_token_ids=right(0, 3)[-1:])))
     host.step()
     host.step()
     (advance,) = host.step().advances
@@ -147,7 +133,7 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
 
 def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> None:
     """Only then do its blocks leave the prefix index and the holder."""
-    host.model.poison = right(2)[-1]
+    host.model.poison = right(0, 2)[-1]
     host.step(host.admit(asked()))
     for _ in range(3):
         outcome = host.step()
@@ -162,10 +148,10 @@ def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> Non
 
 def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     """The step that ran ahead of a stop token reads that token; its result is not used."""
-    host.model.poison = right(2)[-1]
-    host.step(host.admit(asked(stop_token_ids=(right(2)[-1],))))
+    host.model.poison = right(0, 2)[-1]
+    host.step(host.admit(asked(stop_token_ids=right(0, 2)[-1:])))
     outcomes = [host.step() for _ in range(4)]
-    assert [token for outcome in outcomes for token in drawn(outcome)] == right(2)
+    assert sum(map(drawn, outcomes), ()) == right(0, 2)
     assert not any(outcome.failed for outcome in outcomes)
     assert outcomes[-2].advances[0].remaining == ()
 

@@ -17,7 +17,7 @@ from services.engine.sequences.sequence import Rules
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_blocks_for, num_tokens_of
 from services.protocol.ticket import Ticket, TicketSequence
 
-from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
+from .fakes import PROMPT, Arena, FakeForward, asked, make_stamps, next_token, right
 
 SIZE = 4
 KEY = "h-r1"
@@ -70,19 +70,6 @@ def rules(asked: Ticket) -> Rules:
     return Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
 
 
-def asked(num_sequences: int, prompt: Sequence[int] = PROMPT, max_tokens: int = 30) -> Ticket:
-    return ticket(
-        "r1",
-        prompt,
-        sampling=replace(SAMPLED, max_tokens=max_tokens),
-        sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
-    )
-
-
-def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    return tuple(expected(prompt, num_tokens, Draw(SAMPLED, index)))
-
-
 def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
     return {state.index: state.block_ids for state in sequences}
 
@@ -119,7 +106,7 @@ AGAIN = {0: 3, 1: 0, 3: 9}
 
 def again(prompt: Sequence[int] = PROMPT) -> Ticket:
     states = tuple(TicketSequence(i, right(i, num, prompt)) for i, num in AGAIN.items())
-    return replace(asked(1, prompt), sequences=states)
+    return replace(asked(1, prompt=prompt), sequences=states)
 
 
 def test_tokens_common_to_all_are_computed_once() -> None:

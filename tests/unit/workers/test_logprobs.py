@@ -10,6 +10,7 @@ from services.protocol.ticket import SamplingParams
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, logprobs_of, ticket
+from .runs import prefilled
 
 LONG = tuple(range(200, 250))
 ASKS = SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=4, logprobs=2)
@@ -23,17 +24,12 @@ def of_prompt(prompt: tuple[int, ...], num_top: int) -> LogprobColumns:
 async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Any:
     num_top = fields.pop("prompt_logprobs", None)
     pair.prefill.role.submit(pair.session, ticket(name, prompt, **fields), num_top)
-    return await prefilled(pair, name)
+    return await issued(pair, name)
 
 
-async def prefilled(pair: WorkerPair, name: str) -> Prefilled:
-    def found() -> list[Prefilled]:
-        events = pair.session.of(Prefilled)
-        return [event for event in events if event.ticket.request_id == name]
-
-    await pair.until(lambda: bool(found()))
-    (event,) = found()
-    return event
+async def issued(pair: WorkerPair, name: str) -> Prefilled:
+    await pair.until(lambda: name in prefilled(pair.session))
+    return prefilled(pair.session)[name]
 
 
 async def test_logprobs_of_every_token_of_prompt_and_answer(pair: WorkerPair) -> None:
@@ -64,9 +60,9 @@ async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
         pair.prefill.role.submit(pair.session, asked)
     pair.prefill.role.submit(pair.session, ticket("r1", LONG), 1)
     pair.prefill_model.gate.set()
-    assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
-    assert (await prefilled(pair, "r2")).prompt_logprobs is None
-    (output,) = (await prefilled(pair, "r3")).outputs
+    assert (await issued(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
+    assert (await issued(pair, "r2")).prompt_logprobs is None
+    (output,) = (await issued(pair, "r3")).outputs
     assert isinstance(output, Generated)
     assert output.logprobs == (logprobs_of([*PROMPT[:3], *output.token_ids], 2),)
 
@@ -102,7 +98,7 @@ async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) ->
     assert not pair.session.of(Prefilled)
     anew = replace(back.ticket, attempt=2, holder_id="h-again")
     pair.prefill.role.submit(pair.session, anew, 2)
-    assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
+    assert (await issued(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
 
 
 async def test_a_prompt_of_one_token_has_none(pair: WorkerPair) -> None:

@@ -34,7 +34,7 @@ from tests.waiting import until
 from .conftest import running
 from .fake_pools import FakePools
 from .fakes import PROMPT, FakeForward, FakeSession, expected, ticket
-from .runs import finished, outputs, tokens
+from .runs import finished, outputs, prefilled, tokens
 
 BUDGET = 8
 
@@ -67,12 +67,8 @@ class MixedWorker:
 
     async def prefilled(self, asked: Ticket) -> Ticket:
         self.role.execute(self.prefill, Submit(asked))
-        await until(lambda: asked.request_id in self._tickets())
-        return self._tickets()[asked.request_id]
-
-    def _tickets(self) -> dict[str, Ticket]:
-        events = self.prefill.of(Prefilled)
-        return {event.ticket.request_id: event.ticket for event in events}
+        await until(lambda: asked.request_id in prefilled(self.prefill))
+        return prefilled(self.prefill)[asked.request_id].ticket
 
     async def start(self, asked: Ticket) -> Ticket:
         issued = await self.prefilled(asked)

@@ -121,31 +121,6 @@ async def test_an_equal_hash_is_not_enough(
     assert pair.prefill.metrics.kv_corrupt._value.get() == 1
 
 
-async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A waiter of the ended request's next holder would never be withdrawn."""
-    pair = await make_pair(num_blocks=3)
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
-    await pair.until(lambda: bool(pair.session.events))
-    pair.prefill.stamps.mark_owned([0], "somebody else")
-    retract, submitted = pair.store.retract, ticket("r2", PROMPT)
-
-    async def aborted(*args: Any) -> None:
-        await retract(*args)
-        pair.prefill.role.abort(pair.session, "r2", 1)
-        await pair.store.release("pool", "h-r2", 1)
-        await pair.store.allocate("pool", "other", "Decode", 0, [], 3)
-
-    monkeypatch.setattr(pair.store, "retract", aborted)
-    pair.prefill.role.submit(pair.session, submitted)
-    await pair.until(lambda: pair.prefill.metrics.kv_corrupt._value.get() == 1)
-    await pair.prefill.writer.flush()
-    await pair.store.release("pool", "other", 1)
-    await pair.until_empty()
-    assert (await pair.store.stats("pool")).num_waiters == 0
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -181,20 +156,3 @@ async def test_an_attempt_submitted_twice_is_refused(pair: WorkerPair) -> None:
     pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     with pytest.raises(InvalidRequest):
         pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-
-
-async def test_an_abort_while_blocks_are_asked_for_frees_them(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate = pair.store.allocate
-
-    async def slow(*args: Any) -> Allocation:
-        allocation = await allocate(*args)
-        pair.prefill.role.abort(pair.session, "r1", 1)
-        return allocation
-
-    monkeypatch.setattr(pair.store, "allocate", slow)
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: not pair.prefill.role.load().num_waiting)
-    await pair.until_empty()
-    assert not pair.session.events

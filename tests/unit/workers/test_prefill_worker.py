@@ -157,27 +157,3 @@ async def test_draining_sends_back_what_has_no_blocks(make_pair: MakePair) -> No
     assert [e.reason for e in pair.session.of(Requeued)] == [RequeueReason.DRAINING] * 2
     await pair.store.claim("pool", "h-r1", 2, "Decode")
     await pair.prefill.drained()
-
-
-async def test_followers_go_on_when_their_leader_is_aborted(pair: WorkerPair) -> None:
-    prefix = tuple(range(40))
-    pair.prefill_model.gate.clear()
-    for number in (1, 2):
-        pair.prefill.role.submit(pair.session, ticket(f"r{number}", (*prefix, number)))
-    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
-    pair.prefill.role.abort(pair.session, "r1", 1)
-    pair.prefill_model.gate.set()
-    await pair.until(lambda: bool(pair.session.events))
-    assert set(prefilled(pair.session)) == {"r2"}
-    pair.prefill.role.abort(pair.session, "r2", 1)
-    await pair.until_empty()
-
-
-async def test_an_abort_of_a_claimed_ticket_touches_nothing(pair: WorkerPair) -> None:
-    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: bool(pair.session.events))
-    await pair.store.claim("pool", "h-r1", 2, "Decode")
-    pair.prefill.role.abort(pair.session, "r1", 1)
-    await pair.prefill.writer.flush()
-    (holder,) = await pair.store.holders("pool")
-    assert (holder.worker_id, holder.epoch) == ("Decode", 3)

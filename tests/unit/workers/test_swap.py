@@ -10,8 +10,8 @@ from services.protocol.ticket import Swapped, SwappedTable, TicketSequence
 from services.worker.swap.cost import SwapCost
 
 from .conftest import MakePair, counts_steps
-from .fakes import PROMPT, FakeSession, expected, next_token, ticket
-from .preempting import asked, come_back, evict_all, finish, right, swapped_out
+from .fakes import PROMPT, FakeSession, asked, expected, next_token, right, ticket
+from .preempting import come_back, evict_all, finish, swapped_out
 
 
 @counts_steps

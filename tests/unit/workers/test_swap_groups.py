@@ -8,22 +8,19 @@ import pytest
 from services.protocol.ticket import TicketSequence
 
 from .conftest import MakePair, WorkerPair, counts_steps
-from .fakes import PROMPT, expected, ticket
-from .groups import admit
+from .fakes import PROMPT, asked, expected, right, ticket
 from .preempting import (
-    MAX_TOKENS,
-    asked,
     come_back,
     ended_again,
     evict_all,
     finish,
     preempt,
-    right,
     running,
     swapped_out,
     tables,
     unstarted,
 )
+from .runs import admit
 
 pytestmark = counts_steps
 REFUSED = "quire:num_swaps_refused_total"
@@ -115,7 +112,7 @@ async def test_greedy_sequences_are_one_until_they_differ(make_pair: MakePair) -
     """They hold the same tokens in different blocks; afterwards they share one copy of each."""
     pair = await make_pair(64, num_swap_blocks=8)
     assert pair.swap_pool is not None
-    back = await swapped_out(pair, asked(4, greedy=True))
+    back = await swapped_out(pair, asked(4, temperature=0.0))
     assert pair.swap_pool.num_copied == 5
     evict_all(pair)
     num_computed = pair.arena.num_computed
@@ -123,7 +120,7 @@ async def test_greedy_sequences_are_one_until_they_differ(make_pair: MakePair) -
     assert pair.arena.num_computed - num_computed == 1
     assert len(set(tables(issued.sequences))) == 1
     drawn = await finish(pair, issued)
-    assert drawn == dict.fromkeys(range(4), tuple(expected(PROMPT, MAX_TOKENS)))
+    assert drawn == dict.fromkeys(range(4), tuple(expected(PROMPT, 16)))
 
 
 # Computed again

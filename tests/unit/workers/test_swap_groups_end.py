@@ -9,7 +9,8 @@ from services.protocol.messages import Failed, Requeued
 from services.worker.requests.events import EXPIRED
 
 from .conftest import MakePair, counts_steps
-from .preempting import asked, come_back, evict_all, finish, preempt, right, running, swapped_out
+from .fakes import asked, right
+from .preempting import come_back, evict_all, finish, preempt, running, swapped_out
 
 
 async def test_a_deadline_is_kept_while_it_is_swapped_out(make_pair: MakePair) -> None:
@@ -41,7 +42,7 @@ async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
 async def test_ended_sequences_are_not_copied(make_pair: MakePair) -> None:
     """1 ends with its fourth token; the others are preempted later."""
     pair = await make_pair(64, num_swap_blocks=32)
-    back = await swapped_out(pair, asked(3, stop=right(1)[3:4]))
+    back = await swapped_out(pair, asked(3, stop_token_ids=right(1)[3:4]))
     assert back.swapped is not None
     assert [table.index for table in back.swapped.tables] == [0, 2]
     issued = await come_back(pair, back)

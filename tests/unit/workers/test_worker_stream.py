@@ -15,22 +15,40 @@ from services.protocol.version import LIBRARIES, PROTOCOL_VERSION
 from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.rpc.message_batching import unpack_batch
 from services.worker import stream
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
 from services.worker.stream import WorkerStream
 
 from .conftest import WorkerPair
-from .fakes import ticket
+from .fakes import PROMPT, ticket
 
 HELLO = worker_pb2.Hello(
     peer_id="gateway", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
 )
-PROMPT = tuple(range(100, 110))
 
 
-async def requests_of(*requests: Any) -> AsyncIterator[Any]:
-    """A gateway's messages; then the stream stays open."""
-    for request in requests:
-        yield request
-    await asyncio.Event().wait()
+def connect(
+    worker: PoolWorker[Any], *commands: Any, hello: worker_pb2.Hello = HELLO
+) -> "aclosing[AsyncIterator[Any]]":
+    """The responses to a gateway that says hello and sends these commands; then the stream stays
+    open."""
+    requests = {Prefill: prefill_pb2.PrefillConnectRequest, Decode: decode_pb2.DecodeConnectRequest}
+
+    async def sent() -> AsyncIterator[Any]:
+        for fields in ({"hello": hello}, *commands):
+            yield requests[type(worker.role)](**fields)
+        await asyncio.Event().wait()
+
+    service: Any = WorkerStream(worker)
+    return aclosing(service.Connect(sent(), None))
+
+
+RESERVE = {"reserve": decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)}
+
+
+def hello_of(version: int, library: str) -> worker_pb2.Hello:
+    return worker_pb2.Hello(peer_id="gateway", protocol_version=version, function_library=library)
 
 
 async def first_failed(responses: AsyncIterator[Any]) -> Any:
@@ -44,15 +62,8 @@ async def first_failed(responses: AsyncIterator[Any]) -> Any:
 async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -> None:
     """The gateway is told that the request failed, and sends no abort after that."""
     wrong = ticket_to_wire(ticket("r1", PROMPT, pool_id="another"))
-    gateway = requests_of(
-        decode_pb2.DecodeConnectRequest(hello=HELLO),
-        decode_pb2.DecodeConnectRequest(
-            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
-        ),
-        decode_pb2.DecodeConnectRequest(admit=decode_pb2.Admit(ticket=wrong)),
-    )
-    service: Any = WorkerStream(pair.decode)
-    async with aclosing(service.Connect(gateway, None)) as responses:
+    admit = {"admit": decode_pb2.Admit(ticket=wrong)}
+    async with connect(pair.decode, RESERVE, admit) as responses:
         failed = await first_failed(responses)
         assert (failed.request_id, failed.code) == ("r1", "invalid_request")
         assert pair.decode.role.load().num_free_slots == 16
@@ -71,15 +82,7 @@ async def test_a_senseless_command_ends_its_own_request_only(
     pair: WorkerPair, command: dict[str, Any]
 ) -> None:
     """Another reservation on the same stream stays."""
-    gateway = requests_of(
-        decode_pb2.DecodeConnectRequest(hello=HELLO),
-        decode_pb2.DecodeConnectRequest(
-            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
-        ),
-        decode_pb2.DecodeConnectRequest(**command),
-    )
-    service: Any = WorkerStream(pair.decode)
-    async with aclosing(service.Connect(gateway, None)) as responses:
+    async with connect(pair.decode, RESERVE, command) as responses:
         failed = await first_failed(responses)
         assert failed.request_id in ("r2", "r" * 400)
         assert (failed.attempt, failed.code) == (3, "invalid_request")
@@ -88,12 +91,7 @@ async def test_a_senseless_command_ends_its_own_request_only(
 
 async def test_a_gateway_of_the_version_before_is_answered_in_its_version(pair: WorkerPair) -> None:
     for version, library in LIBRARIES.items():
-        hello = worker_pb2.Hello(
-            peer_id="gateway", protocol_version=version, function_library=library
-        )
-        service: Any = WorkerStream(pair.decode)
-        gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=hello))
-        async with aclosing(service.Connect(gateway, None)) as responses:
+        async with connect(pair.decode, hello=hello_of(version, library)) as responses:
             welcome = (await anext(responses)).welcome
             assert (welcome.protocol_version, welcome.function_library) == (version, library)
 
@@ -101,37 +99,26 @@ async def test_a_gateway_of_the_version_before_is_answered_in_its_version(pair: 
 async def test_a_version_that_is_neither_this_nor_the_one_before_is_refused(
     pair: WorkerPair,
 ) -> None:
-    for version, library in ((PROTOCOL_VERSION - 2, "quire"), (PROTOCOL_VERSION, "quire")):
-        hello = worker_pb2.Hello(
-            peer_id="gateway", protocol_version=version, function_library=library
-        )
-        service: Any = WorkerStream(pair.decode)
-        gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=hello))
-        with pytest.raises(VersionMismatch, match="gateway speaks"):
-            await anext(service.Connect(gateway, None))
+    for version in (PROTOCOL_VERSION - 2, PROTOCOL_VERSION):
+        async with connect(pair.decode, hello=hello_of(version, "quire")) as responses:
+            with pytest.raises(VersionMismatch, match="gateway speaks"):
+                await anext(responses)
 
 
 async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:
-    gateway = requests_of(
-        decode_pb2.DecodeConnectRequest(hello=HELLO),
-        decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
-    )
-    service: Any = WorkerStream(pair.decode)
+    async with connect(pair.decode, {"resume": decode_pb2.Resume()}) as responses:
+        await assert_ends(responses, "request_id is empty")
+
+
+async def assert_ends(responses: AsyncIterator[Any], reason: str) -> None:
     async with asyncio.timeout(10):
-        with pytest.raises(InvalidRequest, match="request_id is empty"):
-            async for _ in service.Connect(gateway, None):
+        with pytest.raises(InvalidRequest, match=reason):
+            async for _ in responses:
                 pass
 
 
 async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair) -> None:
-    gateway = requests_of(
-        decode_pb2.DecodeConnectRequest(hello=HELLO),
-        decode_pb2.DecodeConnectRequest(
-            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
-        ),
-    )
-    service: Any = WorkerStream(pair.decode)
-    async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
+    async with connect(pair.decode, RESERVE) as responses, asyncio.timeout(10):
         async for together in responses:
             if any(one.WhichOneof("event") == "reserved" for one in unpack_batch(together)):
                 break
@@ -187,9 +174,7 @@ async def test_draining_is_announced_at_once(
 ) -> None:
     """Not with the next report: the gateway has to move the running requests."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
-    gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=HELLO))
-    service: Any = WorkerStream(pair.decode)
-    async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
+    async with connect(pair.decode) as responses, asyncio.timeout(10):
         reports = [(await anext(responses)).WhichOneof("event"), await anext(responses)]
         assert reports[0] == "welcome"
         assert not reports[1].load.draining
@@ -197,20 +182,13 @@ async def test_draining_is_announced_at_once(
         assert (await anext(responses)).load.draining
 
 
-def drain(next_role: str) -> decode_pb2.DecodeConnectRequest:
-    return decode_pb2.DecodeConnectRequest(drain=worker_pb2.Drain(next_role=next_role))
-
-
 async def test_a_role_that_is_refused_ends_the_stream_and_leaves_the_worker(
     pair: WorkerPair,
 ) -> None:
-    service: Any = WorkerStream(pair.decode)
-    async with asyncio.timeout(10):
-        for role, reason in (("decode", "is a decode worker already"), ("chef", "not for 'chef'")):
-            gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=HELLO), drain(role))
-            with pytest.raises(InvalidRequest, match=reason):
-                async for _ in service.Connect(gateway, None):
-                    pass
+    for role, reason in (("decode", "is a decode worker already"), ("chef", "not for 'chef'")):
+        drain = {"drain": worker_pb2.Drain(next_role=role)}
+        async with connect(pair.decode, drain) as responses:
+            await assert_ends(responses, reason)
     assert not pair.decode.draining
 
 
@@ -230,13 +208,7 @@ async def test_a_drain_before_the_end_of_a_change_of_role_wins(pair: WorkerPair)
 async def test_an_attempt_sent_twice_fails_as_a_whole(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
     submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
-    gateway = requests_of(
-        prefill_pb2.PrefillConnectRequest(hello=HELLO),
-        prefill_pb2.PrefillConnectRequest(submit=submit),
-        prefill_pb2.PrefillConnectRequest(submit=submit),
-    )
-    service: Any = WorkerStream(pair.prefill)
-    async with aclosing(service.Connect(gateway, None)) as responses:
+    async with connect(pair.prefill, {"submit": submit}, {"submit": submit}) as responses:
         assert (await first_failed(responses)).request_id == "r1"
         pair.prefill_model.gate.set()
         await pair.until_empty()
