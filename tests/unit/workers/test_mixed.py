@@ -4,7 +4,7 @@ what one step carries."""
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -68,7 +68,7 @@ class MixedWorker:
     async def prefilled(self, asked: Ticket) -> Ticket:
         self.role.execute(self.prefill, Submit(asked))
         await until(lambda: asked.request_id in prefilled(self.prefill))
-        return prefilled(self.prefill)[asked.request_id].ticket
+        return cast(Ticket, prefilled(self.prefill)[asked.request_id].ticket)
 
     async def start(self, asked: Ticket) -> Ticket:
         issued = await self.prefilled(asked)

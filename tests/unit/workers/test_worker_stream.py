@@ -1,7 +1,7 @@
 """A gateway's stream at a worker, without gRPC below it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -30,12 +30,12 @@ HELLO = worker_pb2.Hello(
 
 def connect(
     worker: PoolWorker[Any], *commands: Any, hello: worker_pb2.Hello = HELLO
-) -> "aclosing[AsyncIterator[Any]]":
+) -> "aclosing[AsyncGenerator[Any, None]]":
     """The responses to a gateway that says hello and sends these commands; then the stream stays
     open."""
     requests = {Prefill: prefill_pb2.PrefillConnectRequest, Decode: decode_pb2.DecodeConnectRequest}
 
-    async def sent() -> AsyncIterator[Any]:
+    async def sent() -> AsyncGenerator[Any, None]:
         for fields in ({"hello": hello}, *commands):
             yield requests[type(worker.role)](**fields)
         await asyncio.Event().wait()
@@ -51,7 +51,7 @@ def hello_of(version: int, library: str) -> worker_pb2.Hello:
     return worker_pb2.Hello(peer_id="gateway", protocol_version=version, function_library=library)
 
 
-async def first_failed(responses: AsyncIterator[Any]) -> Any:
+async def first_failed(responses: AsyncGenerator[Any, None]) -> Any:
     async with asyncio.timeout(10):
         async for together in responses:
             for response in unpack_batch(together):
@@ -110,7 +110,7 @@ async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None
         await assert_ends(responses, "request_id is empty")
 
 
-async def assert_ends(responses: AsyncIterator[Any], reason: str) -> None:
+async def assert_ends(responses: AsyncGenerator[Any, None], reason: str) -> None:
     async with asyncio.timeout(10):
         with pytest.raises(InvalidRequest, match=reason):
             async for _ in responses:
