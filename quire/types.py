@@ -7,6 +7,7 @@ from typing import Any, Literal
 from quire.sampling import SamplingNumbers
 
 FinishReason = Literal["stop", "length"]
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class Beam:
     width: int
     length_penalty: float | None = None
     """The power of the length by which a sum of logprobs is divided; None means 1."""
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: EarlyStopping = False
+    """The end of a search that has `width` finished sequences: True ends it at once, False when the
+    best beam, ended now, would not be among them, "never" when no beam can become one of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class Engine:
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
         self._changed.pop(group.key, None)
-        return Removed(group.key, group.ticket_sequences(), group.beams)
+        return Removed(group.key, group.state())
 
     def _retire(self, step: LaunchedStep) -> RetiredStep:
         """Wait for a step and apply its results."""
@@ -266,7 +266,7 @@ class Engine:
         remaining = None
         if not group.sequences and not group.num_flights:
             self._scheduler.remove(group.key)
-            remaining = group.ticket_sequences()
+            remaining = group.state()
         wanted_blocks = group.total_wanted(self._look_ahead)
         advance, completed = group.take_advance()
         for block in completed:

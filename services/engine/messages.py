@@ -10,7 +10,7 @@ from blockstore.records import PrefixHash
 from services.engine.batch import Fault
 from services.engine.sequences.group import Group
 from services.engine.sequences.results import Advance
-from services.protocol.ticket import BeamState, TicketSequence
+from services.protocol.ticket import GroupState
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,10 @@ Command = Admit | Start | AddBlocks | AbortSequence | Remove
 @dataclass(frozen=True, slots=True)
 class Removed:
     """A group that left the engine by `Remove` or `AbortSequence`: no step touches its blocks any
-    more. `sequences` had not ended."""
+    more."""
 
     key: str
-    sequences: tuple[TicketSequence, ...]
-    beams: BeamState | None = None
+    state: GroupState
 
 
 @dataclass(frozen=True, slots=True)

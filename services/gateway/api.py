@@ -88,11 +88,6 @@ class RequestedSampling(Sampling):
     structure: Structure | None = None
     """The form of the text, in place of `structured_outputs`; None for any."""
 
-    @property
-    def width(self) -> int:
-        """The number of sequences that run at the same time."""
-        return self.n if self.beam is None else self.beam.width
-
 
 def new_resume_token() -> str:
     """256 random bits."""

@@ -173,7 +173,7 @@ class OfflineEngine:
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         arrived_at = asyncio.get_running_loop().time()
         admitted = await admit(request, request_id, name, self._served, adapter)
-        check_slots(admitted.width, self._settings.num_seqs)
+        check_slots(admitted.sampling.width, self._settings.num_seqs)
         with self._running(admitted, arrived_at) as output:
             yield output
 
@@ -245,7 +245,7 @@ class _Request:
                 self._write(event)
             case Requeued(ticket=progress):
                 self._output.stats.num_preemptions += 1
-                self._tickets.save_search(progress)
+                self._tickets.note(progress)
                 self.submit()
             case Failed(code=code, message=message):
                 self._output.close(error_of(code, message))

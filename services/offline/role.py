@@ -1,7 +1,6 @@
 """The role of an offline worker: it prefills a request, and decodes it in the same engine."""
 
 from collections.abc import Coroutine, Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -74,8 +73,8 @@ class Whole(Prefill):
             self._extender.want(advance.key, advance.wanted_blocks)
 
     def _on_removed(self, job: PrefillJob, removed: Removed) -> None:
-        job.ticket = replace(job.ticket, sequences=removed.sequences, beams=removed.beams)
-        ending = job.ending if removed.sequences else ABORTED
+        job.ticket = job.ticket.with_group(removed.state)
+        ending = job.ending if removed.state.sequences else ABORTED
         assert ending is not None
         self.release(job, ending)
 

@@ -13,7 +13,13 @@ from quire.v1 import ticket_pb2, worker_pb2
 from services.protocol.fields import FINISH_REASONS, from_wire, require, to_fields
 from services.protocol.messages import LoadReport
 from services.protocol.sampling_codec import sampling_from_wire
-from services.protocol.ticket import MAX_SEQUENCES, Ticket, TicketState
+from services.protocol.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MAX_SEQUENCES,
+    Ticket,
+    TicketState,
+)
 from services.runtime.tracing.context import MAX_TRACEPARENT_CHARS
 
 ROOT_HASH_BYTES = 16
@@ -74,8 +80,14 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
 
 
 def _check_beams(message: ticket_pb2.Ticket) -> None:
-    """Check the state of a beam search. The ticket's sequences must be the beams that
-    have not finished."""
+    """Check the parameters and the state of a beam search. The ticket's sequences must be the beams
+    that have not finished."""
+    if message.sampling.HasField("beam"):
+        num_returned, beam = message.sampling.n, message.sampling.beam
+        is_in_range = 0 < num_returned <= beam.width <= MAX_BEAM_WIDTH
+        require(is_in_range, f"{num_returned} of {beam.width} beams")
+        penalty = beam.length_penalty
+        require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
     if not message.HasField("beams"):
         begun = len(message.sequences) > 1 or any(one.token_ids for one in message.sequences)
         is_search = message.sampling.HasField("beam")

@@ -8,26 +8,28 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from quire.types import Beam, EarlyStopping
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
 from services.protocol.messages import PoolingMode, RequeueReason
-from services.protocol.ticket import EarlyStopping, FinishReason, SamplingParams, Ticket
+from services.protocol.ticket import FinishReason, SamplingParams, Ticket
 from services.runtime.errors import InvalidRequest
 
 D = TypeVar("D")
-E = TypeVar("E", bound=Enum)
+E = TypeVar("E", bound=Hashable)
 
 Read = Callable[[Any], Any]
 """Reads the value of one field from a message."""
 
 
 class WireEnum(Generic[E]):
-    """An enum and its numbers in messages, where a member has the name `prefix` + its value in
-    capitals."""
+    """The members of an enum, or other values, and their numbers in messages, where a member has
+    the name `prefix` + its value in capitals."""
 
-    def __init__(self, kind: type[E], wire: Any, prefix: str) -> None:
+    def __init__(self, kind: Iterable[E], wire: Any, prefix: str) -> None:
         self.numbers: dict[E, Any] = {
-            member: wire.Value(prefix + member.value.upper()) for member in kind
+            member: wire.Value(prefix + str(getattr(member, "value", member)).upper())
+            for member in kind
         }
         self.members = {number: member for member, number in self.numbers.items()}
 
@@ -39,7 +41,10 @@ class WireEnum(Generic[E]):
 
 FINISH_REASONS = WireEnum(FinishReason, sampling_pb2.FinishReason, "FINISH_REASON_")
 REQUEUE_REASONS = WireEnum(RequeueReason, worker_pb2.Requeue.Reason, "REASON_")
-EARLY_STOPPING = WireEnum(EarlyStopping, sampling_pb2.EarlyStopping, "EARLY_STOPPING_")
+EARLY_STOPPING = WireEnum[EarlyStopping](
+    (False, True, "never"), sampling_pb2.EarlyStopping, "EARLY_STOPPING_"
+)
+EARLY_STOPPING.members[sampling_pb2.EARLY_STOPPING_UNSPECIFIED] = False
 STRUCTURE_KINDS = WireEnum(StructureKind, sampling_pb2.StructureKind, "STRUCTURE_KIND_")
 POOLING_MODES = WireEnum(PoolingMode, prefill_pb2.Pooling.Mode, "MODE_")
 _ENUMS: dict[Any, WireEnum[Any]] = {
@@ -60,8 +65,8 @@ def to_fields(value: Any) -> dict[str, Any]:
         del found["bad_words"]  # the ticket has them
         found["logit_bias"] = dict(value.logit_bias)
         found["structured_output"] = found.pop("structure")
-        if value.beam is not None:
-            found["n"] = found["beam"].pop("num_returned")
+    if isinstance(value, Beam):
+        found["early_stopping"] = EARLY_STOPPING.numbers[value.early_stopping]
     return found
 
 
@@ -94,6 +99,8 @@ def _readers(kind: Any) -> dict[str, Read]:
 def _reader(name: str, hint: Any) -> Read:
     """Return the function that reads a field of this type."""
     get = attrgetter(name)
+    if hint in _ENUMS:
+        return lambda message: _ENUMS[hint].member(get(message), name)
     if isinstance(hint, UnionType):
         (given,) = (each for each in get_args(hint) if each is not NoneType)
         read, is_enum = _reader(name, given), given in _ENUMS
@@ -107,8 +114,6 @@ def _reader(name: str, hint: Any) -> Read:
         return lambda message: tuple(get(message))
     if isinstance(hint, type) and is_dataclass(hint):
         return lambda message: from_wire(hint, get(message))
-    if hint in _ENUMS:
-        return lambda message: _ENUMS[hint].member(get(message), name)
     return get
 
 

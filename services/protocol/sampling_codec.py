@@ -9,17 +9,12 @@ from collections.abc import MutableMapping, MutableSequence
 from dataclasses import fields
 from typing import Any
 
+from quire.types import Beam
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
-from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require
+from services.protocol.fields import STRUCTURE_KINDS, from_wire, require
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import (
-    MAX_BEAM_WIDTH,
-    MAX_LENGTH_PENALTY,
-    BeamParams,
-    EarlyStopping,
-    SamplingParams,
-)
+from services.protocol.ticket import SamplingParams
 
 _CONVERTED = {"logit_bias", "bad_words", "structure", "beam"}
 _SAME = {f.name for f in fields(SamplingParams)} - _CONVERTED
@@ -49,7 +44,7 @@ def sampling_from_wire(ticket: ticket_pb2.Ticket) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.token_ids) for word in ticket.bad_words),
         structure=structure_from_wire(message),
-        beam=_beam_from_wire(message) if message.HasField("beam") else None,
+        beam=beam_from_wire(message),
     )
 
 
@@ -66,20 +61,9 @@ def structure_from_wire(message: sampling_pb2.SamplingParams) -> Structure | Non
     return Structure(STRUCTURE_KINDS.member(kind, "structured_output: kind"), text)
 
 
-def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:
-    """Raises InvalidRequest if the value is unknown."""
-    return EARLY_STOPPING.member(number or sampling_pb2.EARLY_STOPPING_FALSE, "early_stopping")
-
-
-def _beam_from_wire(message: sampling_pb2.SamplingParams) -> BeamParams:
-    beam, num_returned = message.beam, message.n
-    require(
-        0 < num_returned <= beam.width <= MAX_BEAM_WIDTH, f"{num_returned} of {beam.width} beams"
-    )
-    penalty = beam.length_penalty
-    require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
-    early_stopping = early_stopping_from_wire(beam.early_stopping)
-    return BeamParams(beam.width, num_returned, penalty, early_stopping)
+def beam_from_wire(message: sampling_pb2.SamplingParams) -> Beam | None:
+    """Raises InvalidRequest if `early_stopping` is unknown."""
+    return from_wire(Beam, message.beam) if message.HasField("beam") else None
 
 
 def num_top_from_wire(number: int) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 from itertools import chain
 
 from quire.sampling import NUMBERS, SamplingNumbers
+from quire.types import Beam
 from services.model.structured.structure import Structure
 
 PRIORITIES = range(-128, 128)
@@ -77,25 +78,6 @@ MAX_LENGTH_PENALTY = 4.0
 """The largest absolute value: no context length to that power overflows an fp32."""
 
 
-class EarlyStopping(Enum):
-    """When a beam search that has found `width` hypotheses ends; the values are transformers'."""
-
-    WHEN_FULL = "true"  # at once
-    WHEN_UNLIKELY = "false"  # when the best beam, ended here, would not be among them
-    WHEN_IMPOSSIBLE = "never"  # when no living beam can be among them, ended at any length
-
-
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """The parameters of a beam search with `width` beams, which returns its `num_returned` best
-    hypotheses. The score of a hypothesis is its logprob / length ** `length_penalty`."""
-
-    width: int
-    num_returned: int
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
-
-
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished result of a beam search: its generated tokens, up to the one that ended it, and
@@ -117,6 +99,28 @@ class BeamState:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketSequence:
+    """One sequence of a ticket."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    """The tokens generated so far, which are final."""
+    block_ids: tuple[int, ...] = ()
+    """The block table; without it the sequence is recomputed."""
+    num_computed_tokens: int = 0
+    """How many leading tokens of prompt + token_ids have KV in the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """The part of a ticket that an engine changes."""
+
+    sequences: tuple[TicketSequence, ...]
+    """The sequences that have not ended, ascending by index."""
+    beams: BeamState | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingNumbers[float, int]):
     """The sampling parameters of a request, with all defaults resolved. The order in which they
     apply is in services/engine/sampling/adjustment.py and sampler.py."""
@@ -125,8 +129,10 @@ class SamplingParams(SamplingNumbers[float, int]):
     max_tokens: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    beam: BeamParams | None = None
-    """The parameters of a beam search in place of sampling."""
+    n: int = 1
+    """The number of sequences of the answer, 0 for an embedding; a search finds its `n` best."""
+    beam: Beam | None = None
+    """A beam search in place of sampling."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside each token's logprob; None reports none."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -143,6 +149,11 @@ class SamplingParams(SamplingNumbers[float, int]):
         for name, number in NUMBERS.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, number.neutral)
+
+    @property
+    def width(self) -> int:
+        """The most sequences that run at the same time: those of the answer, or the beams."""
+        return self.n if self.beam is None else self.beam.width
 
     def named_token_ids(self) -> Iterator[int]:
         """All token ids that any parameter names."""
@@ -163,19 +174,6 @@ class Adapter:
     path: str
     """The directory from which every worker loads the adapter."""
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class TicketSequence:
-    """One sequence of a ticket."""
-
-    index: int
-    token_ids: tuple[int, ...] = ()
-    """The tokens generated so far, which are final."""
-    block_ids: tuple[int, ...] = ()
-    """The block table; without it the sequence is recomputed."""
-    num_computed_tokens: int = 0
-    """How many leading tokens of prompt + token_ids have KV in the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +262,10 @@ class Ticket(TicketState):
     """The trace context for the worker's spans; empty if the request is not traced."""
     adapter: Adapter | None = None
 
+    def with_group(self, state: GroupState) -> "Ticket":
+        """The ticket of a group that has left an engine."""
+        return replace(self, sequences=state.sequences, beams=state.beams)
+
     def with_state(self, state: TicketState) -> "Ticket":
         return replace(self, **{name: getattr(state, name) for name in STATE_FIELDS})
 
@@ -279,5 +281,4 @@ class Ticket(TicketState):
     def width(self) -> int:
         """How many sequences may run at a time. A beam search begins with one and may reach its
         width."""
-        beam = self.sampling.beam
-        return len(self.sequences) if beam is None else beam.width
+        return len(self.sequences) if self.sampling.beam is None else self.sampling.width

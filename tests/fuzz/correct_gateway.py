@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from quire.types import Beam
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.engine.batch import Draw
 from services.protocol.codec import ticket_to_wire
 from services.protocol.fields import from_wire
-from services.protocol.ticket import BeamParams, Ticket, TicketSequence, TicketState
+from services.protocol.ticket import Ticket, TicketSequence, TicketState
 from tests.fuzz.hostile_gateway import CORRECT_PROMPT
 from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
@@ -30,9 +31,7 @@ CORRECT_REQUESTS = {
         _asked(sequences=tuple(TicketSequence(index) for index in range(3))),
         sampling=replace(SAMPLED, max_tokens=NUM_TOKENS),
     ),
-    "search": replace(
-        _asked(), sampling=replace(GREEDY, max_tokens=NUM_TOKENS, beam=BeamParams(3, 2))
-    ),
+    "search": replace(_asked(), sampling=replace(GREEDY, max_tokens=NUM_TOKENS, n=2, beam=Beam(3))),
 }
 
 Answer = dict[int, list[int]]
@@ -176,8 +175,8 @@ class Gateway:
         streams = (self._prefill, *self._decodes)
         failed = [failure for stream in streams for failure in stream.events_of("failed")]
         assert not failed
-        beam = self._asked.sampling.beam
-        num_wanted = len(self._asked.sequences) if beam is None else beam.num_returned
+        sampling = self._asked.sampling
+        num_wanted = len(self._asked.sequences) if sampling.beam is None else sampling.n
         return len(self._ended) == num_wanted
 
     @property

@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from quire.types import Beam
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
-from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, TicketSequence
+from services.protocol.ticket import MAX_BEAM_WIDTH, TicketSequence
 from tests.fuzz.forging import NUMBERS, REQUESTS, Changes, changes, forge
 from tests.fuzz.pool_workers import HELLO, Stream
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
@@ -22,7 +23,7 @@ OWN_TICKETS = {
         sequences=tuple(TicketSequence(index) for index in range(3)),
     ),
     "search": ticket(
-        "r5", range(60, 70), sampling=replace(GREEDY, max_tokens=12, beam=BeamParams(3, 2))
+        "r5", range(60, 70), sampling=replace(GREEDY, max_tokens=12, n=2, beam=Beam(3))
     ),
 }
 """Its first requests, sent as by a correct gateway."""

@@ -10,16 +10,12 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
+from quire.types import Beam, EarlyStopping
+from services.engine.sequences.beam import FIRST, BeamSearch, LivingBeam, num_candidates
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
+from services.protocol.ticket import FinishReason, Hypothesis
 
-EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
-    EarlyStopping.WHEN_FULL: True,
-    EarlyStopping.WHEN_UNLIKELY: False,
-    EarlyStopping.WHEN_IMPOSSIBLE: "never",
-}
-Advance = Callable[[Sequence[Beam], Sequence[int]], list[Logprobs]]
+Advance = Callable[[Sequence[LivingBeam], Sequence[int]], list[Logprobs]]
 """(living beams, the parent of each): the likeliest next tokens of the beams."""
 
 
@@ -30,24 +26,24 @@ def run(search: BeamSearch, advance: Advance) -> tuple[Hypothesis, ...]:
         finished = step.finished
         parents = [branch.parent for branch in step.living]
         beams = [
-            Beam((*beams[branch.parent].token_ids, branch.token_id), branch.score)
+            LivingBeam((*beams[branch.parent].token_ids, branch.token_id), branch.score)
             for branch in step.living
         ]
     return finished
 
 
 def by_transformers(
-    model: Any, prompt: Sequence[int], params: BeamParams, stop_ids: Sequence[int], max_tokens: int
+    model: Any, prompt: Sequence[int], beam: Beam, n: int, stop_ids: Sequence[int], max_tokens: int
 ) -> list[tuple[float, tuple[int, ...]]]:
     """(score, tokens), best first."""
     found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
-        num_beams=params.width,
-        num_return_sequences=params.num_returned,
-        length_penalty=params.length_penalty,
-        early_stopping=EARLY_STOPPING[params.early_stopping],
+        num_beams=beam.width,
+        num_return_sequences=n,
+        length_penalty=beam.length_penalty,
+        early_stopping=beam.early_stopping,
         max_new_tokens=max_tokens,
         eos_token_id=list(stop_ids) or None,
         pad_token_id=0,
@@ -104,7 +100,7 @@ class Table(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
 
 
 def of_table(model: Table, prompt: Sequence[int], num_candidates: int) -> Advance:
-    def advance(beams: Sequence[Beam], _: Sequence[int]) -> list[Logprobs]:
+    def advance(beams: Sequence[LivingBeam], _: Sequence[int]) -> list[Logprobs]:
         length = len(prompt) + len(beams[0].token_ids)
         last = torch.tensor([(*prompt, *beam.token_ids)[-1] for beam in beams])
         logprobs = model.logits(length, last).log_softmax(dim=-1)
@@ -117,7 +113,7 @@ def of_table(model: Table, prompt: Sequence[int], num_candidates: int) -> Advanc
     return advance
 
 
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.7, 1.0, 2.5])
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_beam_search_equals_transformers(
@@ -129,20 +125,20 @@ def test_beam_search_equals_transformers(
         prompt = chance.choices(range(Table.VOCAB), k=3)
         stop_ids = chance.sample(range(Table.VOCAB), k=seed % 4)
         max_tokens = chance.choice([1, 2, 7, 24])
-        params = BeamParams(width, chance.randint(1, width), length_penalty, early_stopping)
-        search = BeamSearch(params, frozenset(stop_ids), max_tokens)
-        found = run(search, of_table(model, prompt, num_candidates(params, frozenset(stop_ids))))
+        beam, n = Beam(width, length_penalty, early_stopping), chance.randint(1, width)
+        search = BeamSearch(beam, frozenset(stop_ids), max_tokens)
+        found = run(search, of_table(model, prompt, num_candidates(beam, frozenset(stop_ids))))
         assert len(found) == width
-        expected = by_transformers(model, prompt, params, stop_ids, max_tokens)
-        check(found[: params.num_returned], expected, stop_ids, tolerance=1e-5)
+        expected = by_transformers(model, prompt, beam, n, stop_ids, max_tokens)
+        check(found[:n], expected, stop_ids, tolerance=1e-5)
 
 
 def test_of_equal_scores_the_better_beam_goes_first_and_then_the_lower_token() -> None:
     """transformers leaves that order open."""
-    beams = [Beam((1,), -1.0), Beam((2,), -1.5)]
+    beams = [LivingBeam((1,), -1.0), LivingBeam((2,), -1.5)]
     candidates = [
         Logprobs(0.0, 1, (9, 7, 4), (-0.5, -1.0, -1.0)),
         Logprobs(0.0, 1, (6, 3, 5), (-0.5, -0.5, -3.0)),
     ]
-    step = BeamSearch(BeamParams(4, 4), frozenset(), max_tokens=9).step(beams, (), candidates)
+    step = BeamSearch(Beam(4), frozenset(), max_tokens=9).step(beams, (), candidates)
     assert [(one.parent, one.token_id) for one in step.living] == [(0, 9), (0, 4), (0, 7), (1, 3)]

@@ -46,7 +46,7 @@ class Request:
     def __post_init__(self) -> None:
         beam = self.asked.sampling.beam
         samples = [state.index for state in self.asked.sequences]
-        wanted = samples if beam is None else range(beam.num_returned)
+        wanted = samples if beam is None else range(self.asked.sampling.n)
         self.tokens = {index: [] for index in wanted}
 
     @property

@@ -20,7 +20,7 @@ from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
 from services.engine.messages import AddBlocks, Admit, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
-from services.engine.sequences.beam import FIRST, Beam
+from services.engine.sequences.beam import FIRST, LivingBeam
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
 from services.engine.sequences.results import Advance
@@ -28,7 +28,7 @@ from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.speculation import Speculation
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import BlockKeys, num_blocks_for
-from services.protocol.ticket import Ticket
+from services.protocol.ticket import GroupState, Ticket
 from tests.drafting import oracle
 from tests.late_device import Device, LateFlight, LateForward
 from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token
@@ -163,12 +163,12 @@ class PoolOfGroups(RuleBasedStateMachine):
             if left is not None:
                 break
         assert left is not None
-        if not left:
+        if not left.sequences:
             self._check_found(advance, asked)
             self.ledger.release(key, 1)
             return
         epoch = self.ledger.detach(key, 1)
-        detached = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
+        detached = replace(asked.with_group(left), holder_epoch=epoch)
         self._claim(detached, DECODERS[len(self.live) % 2], next_index)
 
     def _claim(self, detached: Ticket, name: str, next_index: int) -> None:
@@ -196,8 +196,8 @@ class PoolOfGroups(RuleBasedStateMachine):
         left = []
         for removed in outcome.removed:
             ticket = self.live.pop(removed.key).ticket
-            if removed.sequences:
-                left.append(replace(ticket, sequences=removed.sequences, beams=removed.beams))
+            if removed.state.sequences:
+                left.append(ticket.with_group(removed.state))
             else:
                 self.ledger.release(removed.key, ticket.holder_epoch)
         return left
@@ -248,7 +248,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         live = self.live[advance.key]
         self._write(advance, live.ticket)
         if advance.remaining is not None:
-            assert advance.remaining == ()
+            assert advance.remaining == GroupState(())
             self._check_found(advance, live.ticket)
             self.ledger.release(advance.key, live.ticket.holder_epoch)
             del self.live[advance.key]
@@ -337,9 +337,10 @@ class PoolOfGroups(RuleBasedStateMachine):
                 num_prompt = len(live.ticket.prompt_token_ids)
                 tokens = [tuple(one.tokens[num_prompt:]) for one in live.group.sequences]
                 beams = [[FIRST], *(beams for beams, _ in steps_of(live.ticket))][len(tokens[0])]
-                assert live.group.beams is not None
-                scored = zip(tokens, live.group.beams.scores, strict=True)
-                assert [Beam(*one) for one in scored] == beams
+                found = live.group.state().beams
+                assert found is not None
+                scored = zip(tokens, found.scores, strict=True)
+                assert [LivingBeam(*one) for one in scored] == beams
 
     def _sequences(self) -> Iterator[Sequence]:
         for live in getattr(self, "live", {}).values():

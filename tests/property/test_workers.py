@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.types import Beam
 from services.engine.batch import Draw
-from services.protocol.ticket import BeamParams, Ticket, TicketSequence
+from services.protocol.ticket import Ticket, TicketSequence
 from services.worker.limits import Limits
 from tests.examples import examples
 from tests.late_device import DEVICES, Device
@@ -97,7 +98,8 @@ def _as_search(asked: Ticket) -> Ticket:
         GREEDY,
         max_tokens=asked.sampling.max_tokens,
         stop_token_ids=tuple(range(0, NUM_LIKELY, 8)),
-        beam=BeamParams(width, 1 + width // 2),
+        n=1 + width // 2,
+        beam=Beam(width),
     )
     return replace(asked, sampling=sampling, sequences=(TicketSequence(0),))
 

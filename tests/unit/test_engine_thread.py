@@ -17,6 +17,7 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.thread import EngineThread
+from services.protocol.ticket import GroupState
 from tests.waiting import until
 
 
@@ -33,7 +34,7 @@ class FakeEngine:
 
     def apply(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
         self.received.append(list(commands))
-        return tuple(Removed(c.key, (), None) for c in commands if isinstance(c, Remove))
+        return tuple(Removed(c.key, GroupState(())) for c in commands if isinstance(c, Remove))
 
     @property
     def num_received(self) -> int:

@@ -84,12 +84,6 @@ NUMBERS = [
     ({"length_penalty": 0.5}, "length_penalty: is for"),
     ({"early_stopping": True}, "early_stopping: is for"),
     ({"early_stopping": "soon", "use_beam_search": True}, "early_stopping: Input "),
-    ({"n": 2, "best_of": 3}, "best_of: is 3, n is 2"),
-    ({"best_of": 2}, "best_of: is 2, n is 1"),
-    ({"n": 3, "best_of": 2}, "best_of: is 2, n is 3"),
-    ({"n": 2, "best_of": 5, "use_beam_search": True}, "best_of: is 5, n is 2"),
-    ({"best_of": 2.5}, "best_of: Input "),
-    ({"best_of": True}, "best_of: Input "),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not available with stream"),
     (
         {"stream_options": {"include_usage": True}},

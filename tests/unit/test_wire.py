@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockstore.registry import Load
+from quire.types import Beam
 from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
@@ -26,9 +27,7 @@ from services.protocol.messages import LoadReport
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
-    BeamParams,
     BeamState,
-    EarlyStopping,
     FinishReason,
     Hypothesis,
     SamplingParams,
@@ -118,14 +117,14 @@ def swapped_tickets(draw: st.DrawFn) -> Ticket:
 def searching_tickets(draw: st.DrawFn) -> Ticket:
     ticket = draw(tickets())
     width = draw(st.integers(1, MAX_BEAM_WIDTH))
-    beam = BeamParams(
+    beam = Beam(
         width,
-        draw(st.integers(1, width)),
         draw(st.floats(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)),
-        draw(st.sampled_from(EarlyStopping)),
+        draw(st.sampled_from((False, True, "never"))),
     )
+    n = draw(st.integers(1, width))
     most = max(ticket.sampling.max_tokens, 6)
-    ticket = replace(ticket, sampling=replace(ticket.sampling, max_tokens=most, beam=beam))
+    ticket = replace(ticket, sampling=replace(ticket.sampling, max_tokens=most, n=n, beam=beam))
     if draw(st.booleans()):  # it has not begun
         return replace(ticket, sequences=(TicketSequence(0),))
     num_tokens = draw(st.integers(1, 3))
@@ -250,7 +249,7 @@ def test_a_swapped_ticket_that_makes_no_sense_is_refused(
 
 SEARCHING = replace(
     TICKET,
-    sampling=replace(TICKET.sampling, beam=BeamParams(width=2, num_returned=1)),
+    sampling=replace(TICKET.sampling, beam=Beam(2)),
     sequences=(TicketSequence(0, (8,), (3,), 3), TicketSequence(1, (7,), (3,), 3)),
     beams=BeamState((-1.0, -2.5), (Hypothesis((9, 2), -0.5, FinishReason.STOP),)),
 )

@@ -1,11 +1,12 @@
 """Commands and events on the wire: each comes back as it went."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import Any, get_args
 
 import pytest
 
+from quire.types import Beam
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
 from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
@@ -45,9 +46,7 @@ from services.protocol.messages import (
 )
 from services.protocol.ticket import (
     Adapter,
-    BeamParams,
     BeamState,
-    EarlyStopping,
     FinishReason,
     Hypothesis,
     SamplingParams,
@@ -74,7 +73,7 @@ TICKET = Ticket(
 )
 SEARCH = replace(
     TICKET,
-    sampling=replace(SAMPLING, beam=BeamParams(3, 2, 0.5, EarlyStopping.WHEN_FULL)),
+    sampling=replace(SAMPLING, n=2, beam=Beam(3, 0.5, early_stopping=True)),
     beams=BeamState((-1.5,), (Hypothesis((16, 17), -2.5, FinishReason.LENGTH),)),
 )
 LOGPROBS = (Logprobs(-0.5, 2, (12, 13), (-0.25, -0.5)),)
@@ -157,15 +156,15 @@ def test_logprobs_of_a_prompt_come_back_in_their_order(num_top: int) -> None:
     [
         (FinishReason, FINISH_REASONS, sampling_pb2, "FINISH_REASON_"),
         (RequeueReason, REQUEUE_REASONS, worker_pb2.Requeue, "REASON_"),
-        (EarlyStopping, EARLY_STOPPING, sampling_pb2, "EARLY_STOPPING_"),
+        ((False, True, "never"), EARLY_STOPPING, sampling_pb2, "EARLY_STOPPING_"),
         (StructureKind, STRUCTURE_KINDS, sampling_pb2, "STRUCTURE_KIND_"),
         (PoolingMode, POOLING_MODES, prefill_pb2.Pooling, "MODE_"),
     ],
 )
 def test_members_have_the_number_of_their_name(
-    kind: type[Enum], numbers: WireEnum[Any], wire: Any, prefix: str
+    kind: Iterable[Any], numbers: WireEnum[Any], wire: Any, prefix: str
 ) -> None:
     """Clients and services of another version see the numbers."""
     for member in kind:
-        number = getattr(wire, f"{prefix}{member.value.upper()}")
+        number = getattr(wire, f"{prefix}{getattr(member, 'value', member)}".upper())
         assert (numbers.numbers[member], numbers.members[number]) == (number, member)

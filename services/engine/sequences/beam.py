@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.types import Beam
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
+from services.protocol.ticket import FinishReason, Hypothesis
 
 
 @dataclass(frozen=True, slots=True)
-class Beam:
+class LivingBeam:
     """A living beam: its generated tokens, and the sum of their logprobs (an fp32 value)."""
 
     token_ids: Sequence[int]
@@ -48,11 +49,11 @@ class Step:
     finished: tuple[Hypothesis, ...]
 
 
-FIRST = Beam((), 0.0)
+FIRST = LivingBeam((), 0.0)
 """The one beam of a search after its prompt."""
 
 
-def num_candidates(params: BeamParams, stop_ids: frozenset[int]) -> int:
+def num_candidates(params: Beam, stop_ids: frozenset[int]) -> int:
     """How many candidates of each beam a step needs: all of the best `width` continuations may come
     from one beam, and at most its stop tokens rank before them."""
     return params.width + len(stop_ids)
@@ -61,13 +62,17 @@ def num_candidates(params: BeamParams, stop_ids: frozenset[int]) -> int:
 class BeamSearch:
     """The beam search of one request; it has no state between steps."""
 
-    def __init__(self, params: BeamParams, stop_ids: frozenset[int], max_tokens: int) -> None:
+    def __init__(self, params: Beam, stop_ids: frozenset[int], max_tokens: int) -> None:
         self._params = params
+        self._length_penalty = 1.0 if params.length_penalty is None else params.length_penalty
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens
 
     def step(
-        self, beams: Sequence[Beam], finished: Iterable[Hypothesis], candidates: Sequence[Logprobs]
+        self,
+        beams: Sequence[LivingBeam],
+        finished: Iterable[Hypothesis],
+        candidates: Sequence[Logprobs],
     ) -> Step:
         """Choose the continuations of `beams`, which all have the same length, best first.
         `finished` are the hypotheses so far, `candidates[i]` the likeliest tokens after
@@ -101,18 +106,18 @@ class BeamSearch:
         params = self._params
         if len(finished) < params.width:
             return False
-        if params.early_stopping is EarlyStopping.WHEN_FULL:
+        if params.early_stopping is True:
             return True
-        if params.early_stopping is EarlyStopping.WHEN_IMPOSSIBLE and params.length_penalty > 0:
+        if params.early_stopping == "never" and self._length_penalty > 0:
             num_tokens = self._max_tokens
         return self._score(living[0].score, num_tokens) <= finished[-1].score
 
     def _score(self, total: float, num_tokens: int) -> float:
-        penalty = num_tokens**self._params.length_penalty
+        penalty = num_tokens**self._length_penalty
         return float(np.float32(total) / np.float32(penalty))
 
 
-def _ranked(beams: Sequence[Beam], candidates: Sequence[Logprobs]) -> Iterator[Continuation]:
+def _ranked(beams: Sequence[LivingBeam], candidates: Sequence[Logprobs]) -> Iterator[Continuation]:
     """All candidate continuations, best first."""
     scores = np.array([beam.score for beam in beams], dtype=np.float32)
     logprobs = np.array([of_beam.top_logprobs for of_beam in candidates], dtype=np.float32)

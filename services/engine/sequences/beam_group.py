@@ -10,12 +10,13 @@ the likeliest next tokens of every beam; then the best continuations of all beam
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation
+from services.engine.sequences.beam import FIRST, BeamSearch, Continuation, LivingBeam
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Sequence
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamState, Ticket
+from services.protocol.ticket import BeamState, GroupState, Ticket
 
 
 class BeamGroup(Group):
@@ -27,11 +28,11 @@ class BeamGroup(Group):
         super().__init__(ticket, sequences, spare, num_acquired)
         params, rules = ticket.sampling.beam, sequences[0].rules
         assert params is not None
-        self._num_returned = params.num_returned
+        self._num_returned = ticket.sampling.n
         max_tokens = rules.max_len - rules.num_prompt_tokens
         self._search = BeamSearch(params, rules.stop_ids, max_tokens)
         self._num_prompt_tokens = rules.num_prompt_tokens
-        self.beams: BeamState = ticket.beams or BeamState((FIRST.score,))
+        self._beams = ticket.beams or BeamState((FIRST.score,))
         self._candidates: dict[int, Logprobs] = {}
 
     def runnable(self) -> list[Sequence]:
@@ -45,10 +46,14 @@ class BeamGroup(Group):
         """False: only the search ends a beam."""
         return False
 
+    def state(self) -> GroupState:
+        state = super().state()
+        return replace(state, beams=self._beams) if state.sequences else state
+
     def _apply_draw(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         assert logprobs is not None
         self._candidates[sequence.index] = logprobs
-        if len(self._candidates) == len(self.beams.scores):
+        if len(self._candidates) == len(self._beams.scores):
             self._step()
             if self.one_token:
                 self.stopped, self.sequences = self.sequences, []
@@ -57,14 +62,14 @@ class BeamGroup(Group):
         generated = (one.tokens[self._num_prompt_tokens :] for one in self.sequences)
         step = self._search.step(
             [
-                Beam(tokens, score)
-                for tokens, score in zip(generated, self.beams.scores, strict=True)
+                LivingBeam(tokens, score)
+                for tokens, score in zip(generated, self._beams.scores, strict=True)
             ],
-            self.beams.finished,
+            self._beams.finished,
             [self._candidates[one.index] for one in self.sequences],
         )
         self._candidates.clear()
-        self.beams = BeamState(tuple(one.score for one in step.living), step.finished)
+        self._beams = BeamState(tuple(one.score for one in step.living), step.finished)
         self._replace_beams(step.living)
         if not step.living:
             self._advance.hypotheses = step.finished[: self._num_returned]

@@ -35,7 +35,7 @@ from services.engine.sequences.sequence import (
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamState, Ticket, TicketSequence
+from services.protocol.ticket import GroupState, Ticket, TicketSequence
 
 
 class Group:
@@ -66,8 +66,6 @@ class Group:
         self._ended_in_flight: list[Sequence] = []
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
-        self.beams: BeamState | None = None
-        """The state of its beam search; None if the group is no search."""
         self._advance = Advance(self.key)
         self._completed: list[CompletedBlock] = []
 
@@ -334,16 +332,15 @@ class Group:
         advance, completed = self._advance, self._completed
         self._advance, self._completed = Advance(self.key), []
         advance.completed = [(block_id, prefix_hash) for block_id, prefix_hash, *_ in completed]
-        advance.num_uncomputed, advance.beams = self.num_uncomputed, self.beams
+        advance.num_uncomputed = self.num_uncomputed
         return advance, completed
 
-    def ticket_sequences(self) -> tuple[TicketSequence, ...]:
-        """All sequences that have not ended, by index, as a ticket has them. The group is not in
-        flight."""
+    def state(self) -> GroupState:
+        """What a ticket has of it. The group is not in flight."""
         left = (
             state for one in (*self.sequences, *self.stopped) for state in one.ticket_sequences()
         )
-        return tuple(sorted(left, key=lambda state: state.index))
+        return GroupState(tuple(sorted(left, key=lambda state: state.index)))
 
 
 def _begin(

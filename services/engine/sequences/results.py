@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from blockstore.records import PrefixHash
 from services.protocol.logprobs import LogprobColumns, Logprobs
-from services.protocol.ticket import BeamState, FinishReason, Hypothesis, TicketSequence
+from services.protocol.ticket import FinishReason, GroupState, Hypothesis
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,12 @@ class Advance:
     num_uncomputed: int = 0
     wanted_blocks: int = 0
     """How many blocks the holder should have acquired in total by now; 0 if it has enough."""
-    remaining: tuple[TicketSequence, ...] | None = None
-    """None while the group runs on. Otherwise the engine has dropped the group, and these sequences
-    continue at another worker."""
+    remaining: GroupState | None = None
+    """None while the group runs on. Otherwise the engine has dropped the group, and its sequences
+    of this state, if any, continue at another worker."""
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     """The logprobs of the prompt's next tokens, chunk by chunk, if the request asks for them."""
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, once it is computed, if the request asks for it."""
-    beams: BeamState | None = None
-    """The state of a beam search."""
     hypotheses: tuple[Hypothesis, ...] = ()
     """The best hypotheses of a beam search, in its last step."""

@@ -45,7 +45,7 @@ async def admit(
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
     require(1 <= asked.n <= MAX_SEQUENCES, f"n is {asked.n}, not in [1, {MAX_SEQUENCES}]", "n")
     sampling = await resolve_sampling(asked, served.model)
-    check_slots(asked.width, served.max_slots)
+    check_slots(sampling.width, served.max_slots)
     room = max(served.longest_request - (asked.max_tokens or 1), 1)
     prompt = await tokenize_prompt(request, served.model, served.max_model_len, room)
     require(bool(prompt), "the prompt is empty", PROMPT)
@@ -53,7 +53,7 @@ async def admit(
     max_tokens = resolve_max_tokens(
         len(prompt),
         _at_most(most, asked.max_tokens) if asked.max_tokens else None,
-        *(served.max_model_len, served.specs, asked.width),
+        *(served.max_model_len, served.specs, sampling.width),
         default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_of_prompt(len(prompt), asked.prompt_logprobs)
@@ -68,7 +68,6 @@ async def admit(
     sampling = replace(sampling, max_tokens=max_tokens, structure=structure)
     return Request(
         *(request, request_id, name, prompt, sampling),
-        num_sequences_asked=asked.n,
         prompt_logprobs=asked.prompt_logprobs,
         parsing=parsing,
         adapter=adapter,

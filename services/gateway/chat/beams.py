@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.sampling import NUMBERS
+from quire.types import Beam
 from services.gateway.api import RequestedSampling
-from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams, EarlyStopping
+from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY
 from services.runtime.errors import InvalidRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -23,7 +24,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 therefore accepted. A beam search ignores the model's generation_config, which is about sampling."""
 
 
-def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
+def resolve_beam(asked: RequestedSampling) -> Beam | None:
     """The checked parameters of the beam search; None if the request asks for none.
 
     Raises InvalidRequest if a parameter is out of range, or not supported by a beam search.
@@ -45,8 +46,7 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
         raise InvalidRequest(
             f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]", "length_penalty"
         )
-    stopping = EarlyStopping(str(beam.early_stopping).lower())
-    return BeamParams(width, asked.n, penalty, stopping)
+    return replace(beam, length_penalty=penalty)
 
 
 def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:

@@ -12,7 +12,7 @@ from services.protocol.messages import Pooling, PoolingMode
 from services.protocol.ticket import Adapter, SamplingParams
 from services.runtime.errors import PromptTooLong
 
-_NOTHING_DRAWN = SamplingParams(temperature=0.0)
+_NOTHING_DRAWN = SamplingParams(temperature=0.0, n=0)
 
 
 async def admit_embedding(

@@ -58,6 +58,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         bad_words=await token_sequences(asked.bad_words, model),
         structure=asked.structure,
         logprobs=asked.logprobs,
+        n=asked.n,
         beam=beam,
     )
     _check_tokens_remain(sampling, model.config.eos_token_ids)

@@ -9,7 +9,7 @@ from grpc import aio
 
 from quire.progress import ACCEPTED_METADATA
 from quire.reports import Model
-from quire.types import Beam, Candidate, Usage
+from quire.types import Candidate, Usage
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (
@@ -27,11 +27,10 @@ from services.gateway.checks import require
 from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
 from services.protocol.fields import FINISH_REASONS, from_wire, values
 from services.protocol.sampling_codec import (
-    early_stopping_from_wire,
+    beam_from_wire,
     given_fields,
     structure_from_wire,
 )
-from services.protocol.ticket import EarlyStopping
 from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -165,19 +164,8 @@ def _messages(chat: Iterable[inference_pb2.ChatMessage]) -> tuple[ChatMessage, .
 def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
     return RequestedSampling(
         **given_fields(message),
-        beam=_beams(message.beam) if message.HasField("beam") else None,
+        beam=beam_from_wire(message),
         structure=structure_from_wire(message),
-    )
-
-
-def _beams(message: sampling_pb2.BeamSearch) -> Beam:
-    when = early_stopping_from_wire(message.early_stopping)
-    return Beam(
-        width=message.width,
-        length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
-        early_stopping=(
-            "never" if when is EarlyStopping.WHEN_IMPOSSIBLE else when is EarlyStopping.WHEN_FULL
-        ),
     )
 
 

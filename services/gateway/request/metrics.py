@@ -100,7 +100,7 @@ class RequestMetrics:
             reason=None if error is None else str(error),
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
-            num_sequences=request.num_sequences_asked or 1,
+            num_sequences=request.sampling.n or 1,
             num_generated_tokens=stats.num_generated_tokens,
             num_accepted_drafts=stats.num_accepted_drafts,
             num_rejected_drafts=stats.num_rejected_drafts,

@@ -105,7 +105,7 @@ def record_of(request: Request, outcome: str = "", reason: str = "", hashes: byt
         request.output.stats,
         request.order,
         request.model,
-        request.num_sequences_asked or 1,
+        request.sampling.n or 1,
         None if placed is None else Root(hash(request.cache_salt), adapter, *placed.home),
         hashes,
         outcome,

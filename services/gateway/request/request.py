@@ -10,6 +10,7 @@
 | `attempt.py`, `workers/lease.py` | the leases of the request at workers |
 | `pulling.py` | copies its KV to another pool |
 | `tickets.py` | builds tickets, and keeps what workers answer |
+| `search.py` | the progress of a beam search |
 | `crash_attribution.py` | whether a crash may be the request's fault |
 | `reading.py` | watches the client: its deadline, and whether it reads |
 
@@ -85,8 +86,6 @@ class Request:
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    num_sequences_asked: int = 0
-    """How many sequences the answer has; 0 for an embedding."""
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report for each prompt token; None reports none."""
     pooling: Pooling | None = None
@@ -134,14 +133,9 @@ class Request:
         """The salt of the prefix hashes: the client's, scoped by its tenant."""
         return self.asked.caller.salt(self.asked.cache_salt)
 
-    @property
-    def width(self) -> int:
-        """The number of sequences that run at the same time: the answer's, or the beams."""
-        return self.sampling.beam.width if self.sampling.beam else self.num_sequences_asked
-
     def capacity_problem(self, spec: PoolSpec) -> str:
         """Why the request can never fit a pool with this spec; "" if it can."""
-        num_prompt, width = len(self.prompt_token_ids), max(1, self.width)
+        num_prompt, width = len(self.prompt_token_ids), max(1, self.sampling.width)
         return capacity_problem(num_prompt, self.sampling.max_tokens, spec, width)
 
     @property
@@ -187,13 +181,13 @@ class Request:
     @property
     def num_sequences(self) -> int:
         """The number of decode slots that the request needs: one for each sequence that has not
-        ended. A beam search needs one for each beam until its end."""
+        ended. A search needs all of its slots until its end."""
         num_living = len(self.output.living)
-        return self.width if num_living and self.sampling.beam else num_living
+        return self.sampling.width if num_living and self.tickets.search else num_living
 
     def metrics(self) -> RequestMetrics:
         """The figures of the request so far, for the client of the present call."""
-        return self.timeline.metrics(self.output.stats, self.num_sequences_asked)
+        return self.timeline.metrics(self.output.stats, self.sampling.n)
 
     @property
     def swapped(self) -> Swapped | None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from blockstore.records import PrefixHash
 from blockstore.store import NO_TENANT
+from services.gateway.request.search import Search
 from services.protocol.messages import Generated
-from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
+from services.protocol.ticket import GroupState, Swapped, Ticket, TicketSequence, TicketState
 
 if TYPE_CHECKING:
     from services.gateway.request.request import Request
@@ -20,10 +21,8 @@ def new_ticket(
     order: int,
     pool_id: str,
     root_hash: PrefixHash,
-    sequences: tuple[TicketSequence, ...] = (),
 ) -> Ticket:
-    """A ticket without blocks, under a new holder. Its worker computes the prompt, and the tokens
-    received so far of the `sequences` that have not ended."""
+    """A ticket without blocks and generated tokens, under a new holder."""
     return Ticket(
         request_id=request.id,
         attempt=attempt,
@@ -34,55 +33,43 @@ def new_ticket(
         root_hash=root_hash,
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
-        sequences=sequences,
         adapter=request.adapter,
     )
 
 
 class Tickets:
-    """The tickets of one request, over all its attempts.
-
-    A ticket starts from the tokens that the client has received. The client of a beam search gets
-    no token before the end, so the search starts from the beams that a worker returned last; the
-    steps that a lost worker has made since then are repeated, with the same result.
-    """
+    """The tickets of one request, over all its attempts. A ticket starts from the tokens that the
+    client has received, or from the state of its search."""
 
     def __init__(self, request: "Request", order: int) -> None:
         self.order = order
         self._request = request
         self._submitted: Ticket | None = None
-        self._search: TicketState | None = None
-        """The beams of a search, as a worker returned them last."""
-        self._num_steps = self._most_steps = 0
-        """The steps of the search: those in `_search` and since then, and the most ever made."""
+        self.search = None if request.sampling.beam is None else Search()
 
     @property
     def holder_id(self) -> str:
         """The holder of the blocks of the last ticket; empty before the first one."""
         return "" if self._submitted is None else self._submitted.holder_id
 
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether a search repeats steps that a lost worker had done."""
-        return self._num_steps < self._most_steps
-
     def submit(
         self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
     ) -> Ticket:
         """The ticket for a prefill worker."""
-        request, search = self._request, self._search
-        sequences = tuple(
-            TicketSequence(one.index, tuple(one.tokens)) for one in request.output.living
-        )
-        if request.sampling.beam is not None or not sequences:  # of a search, or of an embedding
-            sequences = (TicketSequence(0),) if search is None else search.sequences
+        request = self._request
+        if self.search is not None:
+            state = self.search.state
+        else:
+            received = (
+                TicketSequence(one.index, tuple(one.tokens)) for one in request.output.living
+            )
+            state = GroupState(tuple(received) or (TicketSequence(0),))  # one for an embedding
         self._submitted = replace(
-            new_ticket(request, attempt, self.order, pool_id, root_hash, sequences),
+            new_ticket(request, attempt, self.order, pool_id, root_hash).with_group(state),
             num_cached_tokens=request.output.stats.num_cached_tokens,
             timeout_ms=request.timeout_ms(),
             traceparent=request.traceparent,
             swapped=swapped,
-            beams=None if search is None else search.beams,
         )
         return self._submitted
 
@@ -90,7 +77,7 @@ class Tickets:
         """The ticket for the decode worker that claims it. That worker gives the blocks of ended
         sequences back."""
         sequences = detached.sequences
-        if detached.beams is None:
+        if self.search is None:
             living = {sequence.index for sequence in self._request.output.living}
             sequences = tuple(one for one in sequences if one.index in living)
         return replace(
@@ -106,8 +93,8 @@ class Tickets:
         """Take over the ticket of another gateway, with its queue position. Returns the ticket's
         tokens that the client has not received."""
         self._submitted, self.order = ticket, ticket.order
-        self.save_search(ticket.state)
-        if ticket.beams is not None:
+        self.note(ticket)
+        if self.search is not None:
             return ()
         num_received = {one.index: len(one.tokens) for one in self._request.output.living}
         num_prompt = len(ticket.prompt_token_ids)
@@ -124,7 +111,7 @@ class Tickets:
 
     def problem(self, outputs: Sequence[Generated], state: Ticket | TicketState | None) -> str:
         """Why new tokens, and the state after them, do not continue the tokens that the client has
-        received; "" if they do. Only the ticket shows the progress of a beam search."""
+        received; "" if they do. A search is not checked: its client has received nothing."""
         request, living = self._request, self._request.output.living
         running = {sequence.index: sequence for sequence in living}
         num_prompt = len(request.prompt_token_ids)
@@ -136,7 +123,7 @@ class Tickets:
             num_before = num_prompt + len(sequence.tokens)
             if output.position != num_before:
                 return f"repeated or lost tokens: {output.position} after {num_before} tokens"
-        if state is None or request.sampling.beam is not None:
+        if state is None or self.search is not None:
             return ""
         returned = {one.index: one.token_ids for one in state.sequences}
         for received in living:
@@ -147,19 +134,11 @@ class Tickets:
                 return f"returned a ticket without the tokens of sequence {received.index}"
         return ""
 
-    def save_search(self, state: TicketState | None) -> None:
-        """Keep the beams of a search, if a worker returned some."""
-        if state is not None and state.beams is not None and state.sequences:
-            bare = tuple(TicketSequence(one.index, one.token_ids) for one in state.sequences)
-            self._search = replace(state, sequences=bare)
-            self._num_steps = len(bare[0].token_ids)
+    def note(self, state: TicketState | None) -> None:
+        """Note the state that a worker returned."""
+        if self.search is not None and state is not None:
+            self.search.save(state)
 
     def is_progress(self, outputs: Sequence[Generated]) -> bool:
-        """Whether the request has never had these outputs before. A search reports each step
-        without a token."""
-        if self._request.sampling.beam is None or any(one.token_ids for one in outputs):
-            return bool(outputs)
-        self._num_steps += len(outputs)
-        is_longer = self._num_steps > self._most_steps
-        self._most_steps = max(self._most_steps, self._num_steps)
-        return is_longer
+        """Whether the request has never had these outputs before."""
+        return bool(outputs) if self.search is None else self.search.is_progress(outputs)

@@ -66,7 +66,7 @@ class RequestTrace:
             {
                 "gen_ai.request.model": request.model,
                 "gen_ai.response.model": request.model,
-                "gen_ai.request.choice.count": request.num_sequences_asked,
+                "gen_ai.request.choice.count": request.sampling.n,
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,

@@ -78,7 +78,8 @@ def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
 def on_lost(request: Request, worker: Worker, *, died: bool) -> None:
     """A worker's stream ended: by contract the worker releases all that came over it."""
     had_lease = request.attempt.finish_leases_at(worker)
-    if request.is_decoding and request.tickets.is_recomputing:
+    search = request.tickets.search
+    if request.is_decoding and search is not None and search.is_repeating:
         died = False  # other workers have computed these steps and survived
     if error := request.crash_attribution.note_lost(worker, died=died):
         request.close(error)
@@ -114,7 +115,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
         request.output.write_prompt(event.prompt_logprobs)
     if event.embedding:
         request.embedding, request.output.finish_reason = event.embedding, FinishReason.STOP
-    request.tickets.save_search(event.ticket)
+    request.tickets.note(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0
     if event.ticket.sequences:
@@ -132,7 +133,7 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
     if problem := request.tickets.problem((), state):
         request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
         return
-    request.tickets.save_search(state)
+    request.tickets.note(state)
     request.detach(decode, state)
     if state.swapped is not None:
         _preempt(request, decode.worker, is_swapped=True)
@@ -165,7 +166,7 @@ def _on_generated(request: Request, decode: DecodeReservation, event: Generated)
 def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:
     """A worker returned the request without KV."""
     lease.finish()
-    request.tickets.save_search(event.ticket)
+    request.tickets.note(event.ticket)
     if event.reason is RequeueReason.STALE_TICKET:
         request.retry_or_fail("its ticket was not there any more when it was claimed")
         return

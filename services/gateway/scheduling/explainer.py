@@ -78,7 +78,7 @@ class Explainer:
         if tells_cached:
             num_cached = min(route.num_cached_blocks * size, num_tokens - 1)
             yield f"The prefix cache has {num_cached:,} of its tokens now."
-        if not route.pool.has_open(request.width):
+        if not route.pool.has_open(request.sampling.width):
             yield "It would wait for decode slots."
         if num_blocks > route.num_free_blocks:
             yield (

@@ -297,9 +297,9 @@ class Decode(SingleRole[DecodeJob]):
     # Early ends.
 
     def _on_removed(self, job: DecodeJob, removed: Removed) -> None:
-        job.ticket = replace(job.ticket, sequences=removed.sequences, beams=removed.beams)
+        job.ticket = job.ticket.with_group(removed.state)
         # Without sequences: the last one ended in a step that was in flight.
-        ending = job.ending if removed.sequences else ABORTED
+        ending = job.ending if removed.state.sequences else ABORTED
         assert ending is not None
         self._leave(job, ending)
 

@@ -62,7 +62,7 @@ class DecodeJob(Job):
     def take_outputs(self, advance: Advance) -> Sequence[Generated]:
         """The outputs of one step for the gateway. Sequences that ended in it no longer live."""
         ticket = self.ticket
-        if advance.beams is not None:
+        if self.searches:
             is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
             return hypothesis_events(ticket, advance.hypotheses) or [is_running]
         tokens = [token for token in advance.tokens if token.index in self.living]

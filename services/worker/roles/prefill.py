@@ -13,7 +13,7 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.results import Advance
 from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.messages import Command, Pooling, Submit
-from services.protocol.ticket import Ticket, first_holder_id
+from services.protocol.ticket import GroupState, Ticket, first_holder_id
 from services.protocol.worker_stream import PREFILL
 from services.runtime.errors import InvalidRequest
 from services.worker.file_cache.file_cache import FileCache
@@ -241,9 +241,9 @@ class Prefill(SingleRole[PrefillJob]):
             self.release(job, job.ending)
         else:
             self.worker.metrics.generation_tokens.inc(len(job.outputs))
-            if advance.remaining:
+            if advance.remaining.sequences:
                 self.worker.holders.give_back(job.ticket, advance.freed)
-            self._finish(job, advance)
+            self._finish(job, advance.remaining)
 
     def _commit(self, job: PrefillJob, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         ticket = job.ticket
@@ -259,20 +259,17 @@ class Prefill(SingleRole[PrefillJob]):
         if self.worker.files is not None:
             self.worker.files.keep(completed, job.to_keep)
 
-    def _finish(self, job: PrefillJob, advance: Advance) -> None:
+    def _finish(self, job: PrefillJob, left: GroupState) -> None:
         """Detach the sequences that continue and send their ticket, or release the blocks if none
         continues."""
         worker, ticket = self.worker, job.ticket
-        assert advance.remaining is not None
         job.ticket = replace(
-            ticket,
-            holder_epoch=ticket.holder_epoch + 1 if advance.remaining else 0,
-            sequences=advance.remaining,
+            ticket.with_group(left),
+            holder_epoch=ticket.holder_epoch + 1 if left.sequences else 0,
             swapped=None,
-            beams=advance.beams if advance.remaining else None,
             prefill_ns_per_token=worker.prompt_meter.ns_per_token,
         )
-        if advance.remaining:
+        if left.sequences:
             self.detach(job, job.prefilled, "issued")
             return
 

@@ -20,9 +20,7 @@ from services.protocol.messages import (
     Submit,
 )
 from services.protocol.ticket import (
-    BeamParams,
     BeamState,
-    EarlyStopping,
     FinishReason,
     Hypothesis,
     Ticket,
@@ -32,12 +30,11 @@ from services.runtime.errors import InvalidRequest
 
 from .walk import MAX_TOKENS, PROMPT, Walk
 
-BEAM = BeamParams(width=3, num_returned=2)
 FOUND = ((5, 6, 7, 8, 9, 10), (5, 6, 2))
 
 
 def searching() -> Walk:
-    return Walk(num_sequences=2, beam=BEAM)
+    return Walk(num_sequences=2, beam=Beam(3))
 
 
 def begun(ticket: Ticket, num_tokens: int = 1, **changes: Any) -> Ticket:
@@ -151,7 +148,7 @@ def test_received_hypotheses_are_complete() -> None:
 
 def test_absent_fields_take_transformers_defaults() -> None:
     asked = RequestedSampling(beam=Beam(4), n=2)
-    assert resolve_beam(asked) == BeamParams(4, 2, 1.0, EarlyStopping.WHEN_UNLIKELY)
+    assert resolve_beam(asked) == Beam(4, 1.0, early_stopping=False)
     assert resolve_beam(RequestedSampling()) is None
 
 

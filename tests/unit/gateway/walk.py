@@ -34,7 +34,6 @@ from services.protocol.messages import (
     Submit,
 )
 from services.protocol.ticket import (
-    BeamParams,
     FinishReason,
     SamplingParams,
     Ticket,
@@ -124,18 +123,14 @@ class Walk:
         timeout_s: float | None = None,
         num_sequences: int = 1,
         stop: tuple[str, ...] = (),
-        beam: BeamParams | None = None,
+        beam: Beam | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.host = ScriptedHost()
-        beams = None if beam is None else Beam(beam.width)
-        asked = RequestedSampling(n=num_sequences, stop=stop, beam=beams)
-        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
+        asked = RequestedSampling(n=num_sequences, stop=stop, beam=beam)
+        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), n=num_sequences, beam=beam)
         self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=timeout_s)
-        self.request = Request(
-            *(self.asked, "r1", "toy", PROMPT, sampling),
-            num_sequences_asked=num_sequences,
-        )
+        self.request = Request(self.asked, "r1", "toy", PROMPT, sampling)
         self.output = self.request.output = output_of(self.request)
         self.request.begin(self.host, queue_order(0, 1))
 

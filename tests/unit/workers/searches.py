@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
-from services.protocol.ticket import BeamParams, Hypothesis, SamplingParams, Ticket
+from quire.types import Beam
+from services.engine.sequences.beam import FIRST, BeamSearch, LivingBeam, num_candidates
+from services.protocol.ticket import Hypothesis, SamplingParams, Ticket
 
 from .fakes import GREEDY, PROMPT, likeliest_tokens, ticket
 
@@ -22,20 +23,23 @@ def asked(
     stop_ids: Iterable[int] = (),
     **params: Any,
 ) -> Ticket:
-    beam = BeamParams(width, num_returned, **params)
-    sampling = replace(GREEDY, max_tokens=max_tokens, stop_token_ids=tuple(stop_ids), beam=beam)
+    sampling = replace(
+        GREEDY,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stop_ids),
+        n=num_returned,
+        beam=Beam(width, **params),
+    )
     return ticket(f"r{number}", (*PROMPT, number), sampling=sampling)
 
 
 def right(ticket: Ticket) -> tuple[Hypothesis, ...]:
     """The result of a search over each beam's whole context at each step."""
-    params = ticket.sampling.beam
-    assert params is not None
     _, finished = steps_of(ticket)[-1]
-    return finished[: params.num_returned]
+    return finished[: ticket.sampling.n]
 
 
-def steps_of(ticket: Ticket) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
+def steps_of(ticket: Ticket) -> Seq[tuple[list[LivingBeam], tuple[Hypothesis, ...]]]:
     """The living beams and the finished hypotheses after each step of a search from its prompt."""
     return _steps(ticket.prompt_token_ids, ticket.sampling)
 
@@ -43,7 +47,7 @@ def steps_of(ticket: Ticket) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
 @lru_cache(maxsize=1000)
 def _steps(
     prompt: tuple[int, ...], sampling: SamplingParams
-) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
+) -> Seq[tuple[list[LivingBeam], tuple[Hypothesis, ...]]]:
     params, stop_ids = sampling.beam, frozenset(sampling.stop_token_ids)
     assert params is not None
     search = BeamSearch(params, stop_ids, sampling.max_tokens)
@@ -55,7 +59,8 @@ def _steps(
         step = search.step(beams, finished, [likeliest_tokens(one, number) for one in contexts])
         finished = step.finished
         beams = [
-            Beam((*beams[one.parent].token_ids, one.token_id), one.score) for one in step.living
+            LivingBeam((*beams[one.parent].token_ids, one.token_id), one.score)
+            for one in step.living
         ]
         steps.append((beams, finished))
     return steps

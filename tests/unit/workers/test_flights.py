@@ -17,7 +17,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
-from services.protocol.ticket import FinishReason, Ticket
+from services.protocol.ticket import FinishReason, GroupState, Ticket
 from tests.late_device import LateForward
 
 from .fakes import PROMPT, Arena, FakeForward, asked, make_stamps, right
@@ -89,7 +89,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> N
     assert host.device.num_ahead == 3
     last = host.step()
     assert drawn(last) == right(0, 4)[3:]
-    assert last.advances[0].remaining == ()
+    assert last.advances[0].remaining == GroupState(())
     assert not host.device.flights
     assert not host.step().is_busy
 
@@ -112,7 +112,7 @@ def test_a_stopped_sequence_draws_no_second_token(tmp_path: Path) -> None:
     host.step(host.admit(asked(2), 5))
     (advance,) = host.step().advances
     assert advance.remaining is not None
-    assert [state.token_ids for state in advance.remaining] == [right(0, 1), right(1, 1)]
+    assert [state.token_ids for state in advance.remaining.sequences] == [right(0, 1), right(1, 1)]
     assert host.device.num_ahead == 0
 
 
@@ -127,7 +127,7 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
     assert (advance.remaining, advance.freed) == (None, [])
     assert host.device.block_ids
     (advance,) = host.step().advances
-    assert (advance.tokens, advance.remaining) == ([], ())
+    assert (advance.tokens, advance.remaining) == ([], GroupState(()))
     assert not host.device.block_ids
 
 
@@ -153,7 +153,7 @@ def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     outcomes = [host.step() for _ in range(4)]
     assert sum(map(drawn, outcomes), ()) == right(0, 2)
     assert not any(outcome.failed for outcome in outcomes)
-    assert outcomes[-2].advances[0].remaining == ()
+    assert outcomes[-2].advances[0].remaining == GroupState(())
 
 
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.2}, {"min_tokens": 3}])

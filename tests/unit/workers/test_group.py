@@ -47,8 +47,8 @@ class EnginePair:
         for _ in range(100):
             advances += self.prefill.step(commands).advances
             commands = []
-            if advances[-1].remaining is not None:
-                return replace(asked, sequences=advances[-1].remaining), advances
+            if (left := advances[-1].remaining) is not None:
+                return asked.with_group(left), advances
         raise AssertionError("it does not end")
 
     def admit(self, detached: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
@@ -58,7 +58,7 @@ class EnginePair:
 
     def removed(self) -> tuple[TicketSequence, ...]:
         (removed,) = self.decode.step([Remove(KEY)]).removed
-        return removed.sequences
+        return removed.state.sequences
 
 
 @pytest.fixture
@@ -151,5 +151,5 @@ def test_an_adopted_block_is_not_copied_for_its_last_token(engine_pair: EnginePa
     num_copied = engine_pair.arena.num_copied
     (advance,) = engine_pair.prefill.step([Admit(group)]).advances
     assert advance.remaining is not None
-    assert tables(advance.remaining) == {0: (*adopted, 31), 1: (*adopted, 30)}
+    assert tables(advance.remaining.sequences) == {0: (*adopted, 31), 1: (*adopted, 30)}
     assert engine_pair.arena.num_copied == num_copied

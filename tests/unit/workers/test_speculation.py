@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blockstore.records import PoolSpec
+from quire.types import Beam
 from services.engine.batch import Draw, Fault, LoadedAdapter
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
@@ -21,7 +22,7 @@ from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Drafting, Payoff
 from services.engine.speculation.speculation import Speculation
-from services.protocol.ticket import BeamParams, FinishReason, Ticket, TicketSequence
+from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from tests.drafting import oracle
 from tests.late_device import Device
 
@@ -42,7 +43,7 @@ from .sequences import KEY, SIZE, sequence
         ({"num_blocks": 2}, -2),  # not even one for its last token
         ({"repetition_penalty": 1.2}, 99),
         ({"min_tokens": 3}, 99),
-        ({"beam": BeamParams(2, 1)}, 0),
+        ({"beam": Beam(2)}, 0),
     ],
 )
 def test_how_many_drafts_a_sequence_may_get(changes: dict[str, Any], number: int) -> None:

@@ -157,7 +157,6 @@ class GenerationBody(SampledBody, TruncatedBody):
     stream_options: StreamOptions | None = None
 
     beam_width: int | None = None
-    best_of: int | None = None
     early_stopping: bool | Literal["never"] | None = None
     length_penalty: float | None = None
     prompt_logprobs: int | None = None
@@ -167,9 +166,6 @@ class GenerationBody(SampledBody, TruncatedBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if _differ(self.best_of, self.num_choices):
-            text = f"best_of is {self.best_of}, n is {self.num_choices}; Quire returns all samples"
-            raise FieldError("best_of", text)
         for name, neutral in _BEAM_FIELDS.items():
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
@@ -314,7 +310,8 @@ class ChatBody(GenerationBody):
         self.requested_tools()
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs is for requests with logprobs=true")
-        if _differ(self.max_tokens, self.max_completion_tokens):
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             text = "max_tokens and max_completion_tokens differ; give one of them"
             raise FieldError("max_completion_tokens", text)
         return self
@@ -370,8 +367,3 @@ def template_arguments(
 ) -> dict[str, Any]:
     """The chat template's variables; its own variable takes precedence over the field `effort`."""
     return {**({} if effort is None else {"reasoning_effort": effort}), **(given or {})}
-
-
-def _differ(one: int | None, other: int | None) -> bool:
-    """Whether both are given and are not the same."""
-    return one is not None and other is not None and one != other
