@@ -1,10 +1,10 @@
-"""The sampling parameters that are numbers, each declared once: clients ask for them, the gateway
-checks them, workers apply them. See "A new sampling parameter" in docs/development.md."""
+"""The sampling parameters that clients, gateway and workers share, each declared once. See "A new
+sampling parameter" in docs/development.md."""
 
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ _COUNT = Number(0, lambda count: count >= 0, "0 or more", "go on for N tokens at
 _HEAT = Number(1.0, lambda value: 0 <= value < math.inf, "0 or more", "0 is greedy")
 _FACTOR = Number(1.0, lambda value: 0 < value < math.inf, "above 0", "1 is none")
 _ABSENT: Any = None
+EarlyStopping = bool | Literal["never"]
 Real = TypeVar("Real", bound=float | None)
 Whole = TypeVar("Whole", bound=int | None)
 
@@ -50,3 +51,15 @@ class SamplingNumbers(Generic[Real, Whole]):
 
 _HINTS = get_type_hints(SamplingNumbers, include_extras=True)
 NUMBERS: dict[str, Number] = {name: _HINTS[name].__metadata__[0] for name in _HINTS if name != "_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Beam search with `width` beams (1 to 16). It gives the results of transformers' `generate`
+    with the same `num_beams`, `length_penalty` and `early_stopping`."""
+
+    width: int
+    length_penalty: float | None = None
+    """The power of the length by which a sum of logprobs is divided; None means 1."""
+    early_stopping: EarlyStopping = False
+    """Whether `width` results end the search; "never": once no beam can become one of them."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.sampling import Beam as Beam
 from quire.sampling import SamplingNumbers
 
 FinishReason = Literal["stop", "length"]
-EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,6 @@ class ChatMessage:
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """A text or token ids that the model continues, or a conversation for its chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beam:
-    """Beam search with `width` beams (1 to 16). It gives the results of transformers' `generate`
-    with the same `num_beams`, `length_penalty` and `early_stopping`."""
-
-    width: int
-    length_penalty: float | None = None
-    """The power of the length by which a sum of logprobs is divided; None means 1."""
-    early_stopping: EarlyStopping = False
-    """The end of a search that has `width` finished sequences: True ends it at once, False when the
-    best beam, ended now, would not be among them, "never" when no beam can become one of them."""
 
 
 @dataclass(frozen=True, slots=True)

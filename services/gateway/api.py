@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from quire import types
 from quire.reports import Model
 from quire.types import RetainAnswer, Sampling, Usage
-from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
+from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.output.delta import Delta, Received
 from services.model.structured.structure import Structure
 
@@ -138,6 +138,10 @@ class _Asked:
     """The secret that a client needs to continue the request."""
     add_special_tokens: bool = True
     """Whether a text gets the tokenizer's special tokens; a chat has its template's."""
+    add_generation_prompt: bool = True
+    """To a chat."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    tools: RequestedTools | None = None
     truncation: Truncation | None = None
     """How a prompt that is too long is cut; None if it is refused."""
     is_further: bool = False
@@ -157,13 +161,8 @@ class GenerationRequest(_Asked):
     new."""
     echo: bool = False
     """Report the prompt too."""
-    add_generation_prompt: bool = True
-    """To a chat."""
-    template_arguments: TemplateArguments = field(default_factory=dict)
-    tools: RequestedTools | None = None
     wants_parts: bool = False
     """Deltas of a chat have the parts of its message, if the model's format is known."""
-    query: ClassVar[None] = None
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
     include_metrics: bool = False
@@ -179,12 +178,6 @@ class EmbeddingRequest(_Asked):
     """The number of values of the embedding; None for all."""
     query: str | None = None
     """The text before the prompt, for the score that a cross-encoder gives the pair."""
-    sampling: ClassVar[Sampling] = ONE
-    tools: ClassVar[None] = None
-    template_arguments: ClassVar[TemplateArguments] = {}
-    add_generation_prompt: ClassVar[bool] = True
-    include_metrics: ClassVar[bool] = False
-    received: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.types import RetainAnswer
-from services.gateway.access.caller import EVERYONE, Caller, current_caller
+from quire.types import RetainAnswer, Sampling
+from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
@@ -84,7 +84,7 @@ class Gateway:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
-        async with self._accepted(request) as (_, output):
+        async with self._accepted(request, request.sampling) as (_, output):
             yield output
 
     async def embed(self, request: EmbeddingRequest) -> Embedding:
@@ -106,9 +106,10 @@ class Gateway:
 
     @asynccontextmanager
     async def _accepted(
-        self, request: GenerationRequest | EmbeddingRequest
+        self, request: GenerationRequest | EmbeddingRequest, cost: Sampling = ONE
     ) -> AsyncIterator[tuple[Request, Output]]:
-        """Admits a request, which runs until the block is left, and opens its output."""
+        """Admits a request, which runs until the block is left, and opens its output. Its `cost` is
+        as many sequences as the parameters ask for."""
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
         with ExitStack() as place:
@@ -116,7 +117,7 @@ class Gateway:
                 check_identity(request)
                 bind_request_id(name)
                 admitted = request.caller.account.admitted
-                place.enter_context(admitted(request.sampling, is_further=request.is_further))
+                place.enter_context(admitted(cost, is_further=request.is_further))
                 running, output = await self._enqueue(request, name, trace)
             except asyncio.CancelledError:
                 reason = "the client left before the request was in its queue"
@@ -144,7 +145,8 @@ class Gateway:
             asked.priority, client_priority=options.client_priority, ceiling=caller.priority_ceiling
         )
         request_id = scoped_id(name, asked.resume_token, caller.key)
-        resumes = asked.received is not None
+        generation = asked if isinstance(asked, GenerationRequest) else None
+        resumes = generation is not None and generation.received is not None
         with self._dispatcher.admitting(request_id, caller.client, resumes=resumes):
             try:
                 async with asyncio.timeout(asked.timeout_s):
@@ -164,7 +166,7 @@ class Gateway:
                         trace.admit(request)
                         request.trace = trace
                     running = await self._dispatcher.enqueue(request, resumes=resumes)
-                    if options.per_request_metrics or asked.include_metrics:
+                    if options.per_request_metrics or (generation and generation.include_metrics):
                         request.output.metrics = running.metrics
                     return running, request.output
             except TimeoutError as error:

@@ -19,8 +19,7 @@ _DIGEST_BYTES = 16
 
 
 def check_identity(request: GenerationRequest | EmbeddingRequest) -> None:
-    """Raises InvalidRequest if the id or the resume token is not usable, or if `received` comes
-    without them."""
+    """Raises InvalidRequest if the id or the resume token is not usable."""
     check_text("request_id", request.request_id, MAX_ID_CHARS)
     # `quire top` and logs show it to operators, whose terminals obey control characters.
     require(
@@ -35,12 +34,6 @@ def check_identity(request: GenerationRequest | EmbeddingRequest) -> None:
         f"resume_token has {num_chars} characters; it needs 128 random bits, at least "
         f"{_MIN_TOKEN_CHARS} characters",
         "resume_token",
-    )
-    require(
-        request.received is None or bool(request.request_id and request.resume_token),
-        "received needs the request_id and the resume_token of the stream that broke; the token "
-        "came with its first response",
-        "received",
     )
 
 

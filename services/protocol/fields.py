@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from quire.types import Beam, EarlyStopping
+from quire.sampling import Beam, EarlyStopping
 from quire.v1 import prefill_pb2, sampling_pb2, worker_pb2
 from services.model.structured.structure import StructureKind
 from services.protocol.messages import PoolingMode, RequeueReason

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping, MutableSequence
 from dataclasses import fields
 from typing import Any
 
-from quire.types import Beam
+from quire.sampling import Beam
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.protocol.fields import STRUCTURE_KINDS, from_wire, require

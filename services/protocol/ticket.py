@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 
-from quire.sampling import NUMBERS, SamplingNumbers
-from quire.types import Beam
+from quire.sampling import NUMBERS, Beam, SamplingNumbers
 from services.model.structured.structure import Structure
 
 PRIORITIES = range(-128, 128)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from quire.types import Beam, EarlyStopping
+from quire.sampling import Beam, EarlyStopping
 from services.engine.sequences.beam import FIRST, BeamSearch, LivingBeam, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason, Hypothesis

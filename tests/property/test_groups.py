@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from quire.types import Beam, EarlyStopping
+from quire.sampling import Beam, EarlyStopping
 from services.engine.batch import Draw
 from services.engine.messages import AbortSequence
 from services.protocol.ticket import TicketSequence

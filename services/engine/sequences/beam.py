@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.types import Beam
+from quire.sampling import Beam
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason, Hypothesis
 
@@ -108,6 +108,7 @@ class BeamSearch:
             return False
         if params.early_stopping is True:
             return True
+        # False compares the best beam as if it ended now, "never" at the best length for it.
         if params.early_stopping == "never" and self._length_penalty > 0:
             num_tokens = self._max_tokens
         return self._score(living[0].score, num_tokens) <= finished[-1].score

@@ -124,6 +124,12 @@ def check_received(
     if request.received is None:
         return
     require(
+        bool(request.request_id and request.resume_token),
+        "received needs the request_id and the resume_token of the stream that broke; the token "
+        "came with its first response",
+        "received",
+    )
+    require(
         not temperature or request.sampling.seed is not None,
         "a sampled request can only be continued with its seed",
         "seed",

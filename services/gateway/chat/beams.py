@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.sampling import NUMBERS
-from quire.types import Beam
+from quire.sampling import NUMBERS, Beam
 from services.gateway.api import RequestedSampling
 from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY
 from services.runtime.errors import InvalidRequest

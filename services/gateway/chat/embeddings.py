@@ -31,8 +31,9 @@ async def admit_embedding(
     text = "only a cross-encoder scores pairs of texts, and it does nothing else: use /v1/score or"
     is_served = served.model.config.is_cross_encoder is (asked.query is not None)
     require(is_served, f"{text} /v1/rerank", "model")
-    most = served.longest_request
-    prompt = await tokenize_prompt(asked, served.model, served.max_model_len, most)
+    prompt = await tokenize_prompt(
+        asked, served.model, served.max_model_len, served.longest_request, asked.query
+    )
     require(bool(prompt), "the prompt is empty", PROMPT)
     pool = max(served.specs, key=lambda spec: spec.num_blocks * spec.block_size)
     if problem := capacity_problem(len(prompt), 1, pool, 1):

@@ -51,20 +51,21 @@ async def tokenize_prompt(
     model: Model,
     max_model_len: int,
     most: int | None = None,
+    query: str | None = None,
 ) -> tuple[int, ...]:
-    """The token ids of a request's prompt, all in the vocabulary. An empty text has what the
-    tokenizer adds to every text, such as BOS, or none. A truncated prompt has at most `most`
-    tokens, or with None `max_model_len`.
+    """The token ids of a request's prompt, behind those of `query`, all in the vocabulary. An empty
+    text has what the tokenizer adds to every text, such as BOS, or none. A truncated prompt has at
+    most `most` tokens, or with None `max_model_len`.
 
     Raises InvalidRequest or PromptTooLong.
     """
-    query = asked.query or ""
-    if len(query) > max_model_len * model.tokenizer.longest_token:
+    num_query_chars = len(query or "")
+    if num_query_chars > max_model_len * model.tokenizer.longest_token:
         raise prompt_too_long(f"more than {max_model_len}", max_model_len)
     truncation = resolved(asked.truncation, most or max_model_len)
-    work = partial(_token_ids, asked, model, max_model_len, truncation)
+    work = partial(_token_ids, asked, model, max_model_len, truncation, query)
     has_variables = asked.template_arguments or asked.tools is not None
-    if _num_chars(asked.prompt) + len(query) <= _SHORT_CHARS and not has_variables:
+    if _num_chars(asked.prompt) + num_query_chars <= _SHORT_CHARS and not has_variables:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
@@ -135,13 +136,14 @@ def _token_ids(
     model: Model,
     max_model_len: int,
     truncation: Truncation | None,
+    query: str | None,
 ) -> tuple[int, ...]:
     if isinstance(asked.prompt, str):
         encode = partial(
             model.tokenizer.encode,
             add_special_tokens=asked.add_special_tokens,
             cut=truncation,
-            query=asked.query,
+            query=query,
         )
         return _encode(asked.prompt, model, max_model_len, encode, truncation)
     if messages := _messages(asked.prompt):
