@@ -47,7 +47,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import start_gateway
 from services.runtime.logging import configure_logging
 from services.runtime.metrics import KeyringMetrics
@@ -82,7 +82,7 @@ async def run_gateway(
     for role, port in zip(roles, ports, strict=True):
         entry = member(role, f"{role}-1", SPEC, model_dir, port, num_slots)
         await registry.announce(entry, ttl_s=1e6)
-    metrics = RequestMetrics(CollectorRegistry())
+    metrics = RequestMeters(CollectorRegistry())
     async with start_gateway(store, registry, SECRET, GatewayOptions(), metrics) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.num_changes, 0.1)

@@ -22,7 +22,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role
 from services.gateway.config import GatewayOptions
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import start_gateway
 from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker
@@ -69,7 +69,7 @@ async def measure(args: argparse.Namespace, model_dir: str) -> float:
         spec = specs[number % args.pools]
         entry = member(role, f"worker-{number}", spec, model_dir, port=1, slots=64)
         await registry.announce(entry, 3600.0)
-    metrics = RequestMetrics(CollectorRegistry())
+    metrics = RequestMeters(CollectorRegistry())
     secret = Secret(bytes(32))
     async with start_gateway(store, registry, secret, GatewayOptions(), metrics, connect) as wiring:
         while len(connections) < args.workers:

@@ -181,7 +181,7 @@ class EmbeddingRequest(_Asked):
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class Embedded:
     request_id: str
     values: tuple[float, ...]
     usage: Usage
@@ -219,7 +219,7 @@ class Generator(Protocol):
         (services.runtime.errors).
         """
 
-    async def embed(self, request: EmbeddingRequest) -> Embedding:
+    async def embed(self, request: EmbeddingRequest) -> Embedded:
         """The embedding of a prompt. Raises as `generate`."""
 
     async def retain(self, request: GenerationRequest) -> RetainAnswer:

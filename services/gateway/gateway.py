@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from quire.types import RetainAnswer, Sampling
 from services.gateway.access.caller import EVERYONE, ONE, Caller, current_caller
 from services.gateway.api import (
-    Embedding,
+    Embedded,
     EmbeddingRequest,
     GenerationRequest,
     RetainedPrefix,
@@ -26,7 +26,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.request.records import refused
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
@@ -60,7 +60,7 @@ class Gateway:
         directory: WorkerDirectory,
         dispatcher: Dispatcher,
         changes: ChangeNotifier,
-        request_metrics: RequestMetrics,
+        request_metrics: RequestMeters,
         options: GatewayOptions,
         explainer: Explainer,
         tracer: "Tracer | None" = None,
@@ -87,13 +87,13 @@ class Gateway:
         async with self._accepted(request, request.sampling) as (_, output):
             yield output
 
-    async def embed(self, request: EmbeddingRequest) -> Embedding:
+    async def embed(self, request: EmbeddingRequest) -> Embedded:
         """See `Generator.embed`. Also raises as `generate`."""
         async with self._accepted(request) as (accepted, output):
             async for _ in output:
                 pass  # it has no sequences, and so no delta before its end
             name, usage = client_id(accepted.id), output.stats.usage()
-            return Embedding(name, accepted.embedding, usage)
+            return Embedded(name, accepted.embedding, usage)
 
     async def scores_pairs(self, model: str, request_id: str) -> bool:
         """See `Generator.scores_pairs`."""

@@ -34,7 +34,7 @@ from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.http.usage import usage_route
 from services.gateway.output.output import PAUSE_AFTER_S
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.scheduling.planner import Planner
 from services.gateway.wiring import Wiring, start_gateway, update_health
 from services.runtime import open_files, redis
@@ -83,7 +83,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         scrapes.enter_context(
             metrics_endpoint(settings, metrics, health, shares_port=settings.http_fd is not None)
         )
-        request_metrics = RequestMetrics(metrics)
+        request_metrics = RequestMeters(metrics)
         tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
             start_gateway(
@@ -146,7 +146,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 task.cancel()
 
 
-async def _write_usage(registry: Registry, source: str, metrics: RequestMetrics) -> NoReturn:
+async def _write_usage(registry: Registry, source: str, metrics: RequestMeters) -> NoReturn:
     began_s = time.time()
 
     async def write(limit_s: float) -> None:

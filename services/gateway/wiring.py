@@ -13,7 +13,7 @@ from blockstore.store import BlockStore
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.output.parser.choice import Parsers
-from services.gateway.request.metrics import RequestMetrics, outcome_of
+from services.gateway.request.metrics import RequestMeters, outcome_of
 from services.gateway.request.records import Records, block_hashes, record_of
 from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -75,7 +75,7 @@ async def start_gateway(
     registry: Registry,
     secret: Secret,
     options: GatewayOptions,
-    request_metrics: RequestMetrics,
+    request_metrics: RequestMeters,
     connect: Connect | None = None,
     tls: TlsFiles | None = None,
     tracer: "Tracer | None" = None,

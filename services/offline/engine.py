@@ -25,12 +25,12 @@ from blockstore.records import PrefixHash
 from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
-from services.gateway.api import Embedding, EmbeddingRequest, GenerationRequest
+from services.gateway.api import Embedded, EmbeddingRequest, GenerationRequest
 from services.gateway.chat.admission import admit, check_priority, check_slots
 from services.gateway.chat.embeddings import admit_embedding
 from services.gateway.chat.outputs import open_output
 from services.gateway.output.output import Output
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.request.request import Request
 from services.gateway.request.tickets import Tickets
 from services.gateway.workers.directory import ModelPools
@@ -124,7 +124,7 @@ class OfflineEngine:
             speculation=speculation(settings, loaded.draft, lambda draft: draft.launch),
         )
         self._known_adapters: dict[str, Adapter] = {}
-        self._meter = RequestMetrics(CollectorRegistry()).meter(layout.model)
+        self._meter = RequestMeters(CollectorRegistry()).meter(layout.model)
         self._secret = os.urandom(32)
         self._arrivals = itertools.count(time.time_ns() // 1_000_000)
         self._work: asyncio.Future[Any] | None = None
@@ -177,14 +177,14 @@ class OfflineEngine:
         with self._running(admitted, arrived_at) as output:
             yield output
 
-    async def embed(self, request: EmbeddingRequest) -> Embedding:
+    async def embed(self, request: EmbeddingRequest) -> Embedded:
         """See `Generator.embed`."""
         request_id, arrived_at = f"gen-{secrets.token_hex(12)}", asyncio.get_running_loop().time()
         admitted = await admit_embedding(request, request_id, self.spec.model, self._served)
         with self._running(admitted, arrived_at) as output:
             async for _ in output:
                 pass
-        return Embedding(request_id, admitted.embedding, output.stats.usage())
+        return Embedded(request_id, admitted.embedding, output.stats.usage())
 
     @property
     def is_cross_encoder(self) -> bool:

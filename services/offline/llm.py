@@ -35,8 +35,7 @@ from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
 from services.gateway.http.scoring import scores_of
-from services.gateway.output.delta import Delta, PromptReport, joined
-from services.gateway.output.delta import TokenLogprobs as Reported
+from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, joined
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
 from services.runtime.logging import configure_logging
@@ -365,5 +364,5 @@ def _prompt_logprobs(prompt: PromptReport) -> Iterator[TokenLogprobs]:
         yield TokenLogprobs(chosen, tuple(top))
 
 
-def _logprobs(found: Sequence[Reported]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(found: Sequence[PositionLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(one.chosen, one.top) for one in found)

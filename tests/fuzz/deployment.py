@@ -34,7 +34,7 @@ from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.grpc.service import InferenceService
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import Wiring, start_gateway
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.version import PROTOCOL_VERSION
@@ -127,7 +127,7 @@ class Deployment:
                 self.registry,
                 SECRET,
                 GatewayOptions(poll_s=0.05, silence_s=60.0, client_priority=True),
-                RequestMetrics(CollectorRegistry()),
+                RequestMeters(CollectorRegistry()),
             )
         )
         await self._start_servers(await self._start_operations())

@@ -13,7 +13,7 @@ from blockstore.memory_store import MemoryStore
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.request.records import Records
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.explainer import Explainer
@@ -142,7 +142,7 @@ class FuzzedGateway:
         await store.register_pool(SPEC)
         self.connections = [FakeConnection(fake, str(self.directory)) for fake in fakes]
         directory = SettledDirectory(store, self.connections, self.directory)
-        request_metrics = RequestMetrics(CollectorRegistry())
+        request_metrics = RequestMeters(CollectorRegistry())
         options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
             directory,

@@ -27,7 +27,7 @@ from services.gateway.api import GenerationRequest, RetainDirective
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import InferenceService
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.request.records import Records
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.explainer import Explainer
@@ -107,7 +107,7 @@ class ExactnessDeployment:
         await self._add_pool("pool", setting.num_blocks)
         if setting.num_swap_blocks:
             await self._add_pool("colder", setting.num_swap_blocks)
-        changes, request_metrics = ChangeNotifier(), RequestMetrics(self.request_metrics)
+        changes, request_metrics = ChangeNotifier(), RequestMeters(self.request_metrics)
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )

@@ -31,12 +31,12 @@ class Call:
     num_descriptors: int = 0
     """How many descriptors follow; they are the last arguments."""
     is_answered: bool = True
-    """Whether rank 0 waits for an `Answer`. Parts of a step need none: no rank gets past an
+    """Whether rank 0 waits for a `RankAnswer`. Parts of a step need none: no rank gets past an
     exchange that another one has not reached."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     value: Any = None
     failure: str = ""
     """Why the rank could not do it; empty if it did."""
@@ -109,7 +109,7 @@ class Peers:
             left_s = None if give_up_at is None else max(0.0, give_up_at - time.monotonic())
             if not connection.poll(left_s):
                 raise TimeoutError
-            answer: Answer = connection.recv()
+            answer: RankAnswer = connection.recv()
             is_open = isinstance(answer.value, Descriptor)
             values.append(Descriptor(recv_handle(connection)) if is_open else answer.value)
             if answer.failure:

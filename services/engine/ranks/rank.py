@@ -28,7 +28,7 @@ from services.engine.device.steps import ModelSteps, attention_shape
 from services.engine.models.decoder import ComposedModel, LowRanks
 from services.engine.models.load import load_shard
 from services.engine.pool import Arena, CudaArena, FileArena, KVPool
-from services.engine.ranks.calls import Answer, Call, Descriptor, decoded
+from services.engine.ranks.calls import Call, Descriptor, RankAnswer, decoded
 from services.engine.ranks.collectives import connect
 from services.engine.ranks.step_call import StepCall
 from services.engine.weights.packed_file import Progress
@@ -273,14 +273,14 @@ def follow(connection: Connection, rank: Rank) -> None:
                     close_all([answer.value])
 
 
-def execute(rank: Rank, call: Call, descriptors: Sequence[int] = ()) -> Answer:
+def execute(rank: Rank, call: Call, descriptors: Sequence[int] = ()) -> RankAnswer:
     try:
         value = getattr(rank, call.method)(*call.arguments, *descriptors)
     except _FAILURES as error:
         if call.method not in _MAY_FAIL:
             raise
         rank.note_loss(error)
-        return Answer(failure=str(error) or type(error).__name__)
+        return RankAnswer(failure=str(error) or type(error).__name__)
     if call.is_answered and rank.device.torch.type == "cuda":
         torch.cuda.synchronize(rank.device.torch)
-    return Answer(value)
+    return RankAnswer(value)

@@ -8,7 +8,7 @@ from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.output import Meter, Output, RequestStats
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.rests import WriteRests
-from services.gateway.output.sequence import Sequence
+from services.gateway.output.sequence import OutputSequence
 from services.gateway.request.request import Request
 from services.gateway.workers.models.catalog import Model
 from services.model.text.detokenizer import Detokenizer
@@ -46,13 +46,15 @@ def open_output(
     output.replay(received)
 
 
-def _sequence(index: int, request: Request, asked: RequestedSampling, model: Model) -> Sequence:
+def _sequence(
+    index: int, request: Request, asked: RequestedSampling, model: Model
+) -> OutputSequence:
     sampling, parsing = request.sampling, request.parsing
     skips = asked.skip_special_tokens
     detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
     if parsing is not None and skips:
         detokenizer = Detokenizer(model.message_pieces)
-    return Sequence(
+    return OutputSequence(
         index,
         detokenizer,
         StopMatcher(asked.stop, included=asked.include_stop_str_in_output),

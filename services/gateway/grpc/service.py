@@ -24,7 +24,7 @@ from services.gateway.api import (
 )
 from services.gateway.chat.prompts import check_num_messages
 from services.gateway.checks import require
-from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
+from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, Received
 from services.protocol.fields import FINISH_REASONS, from_wire, values
 from services.protocol.sampling_codec import (
     beam_from_wire,
@@ -205,7 +205,7 @@ def _usage(usage: Usage) -> inference_pb2.Usage:
     return inference_pb2.Usage(**asdict(usage))
 
 
-def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
+def _token_logprobs(logprobs: PositionLogprobs) -> logprobs_pb2.TokenLogprobs:
     return logprobs_pb2.TokenLogprobs(
         chosen=_candidate(logprobs.chosen), top=map(_candidate, logprobs.top)
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api import Embedding, EmbeddingRequest
+from services.gateway.api import Embedded, EmbeddingRequest
 from services.gateway.chat.prompts import PROMPT
 from services.gateway.http.bodies.fields import Inputs, TruncatedBody
 from services.gateway.http.bodies.unknown_fields import OF_PROMPTS
@@ -63,7 +63,7 @@ class PooledBody(TruncatedBody):
         ]
 
 
-def usage_of(embeddings: Sequence[Embedding]) -> dict[str, int]:
+def usage_of(embeddings: Sequence[Embedded]) -> dict[str, int]:
     num_tokens = sum(each.usage.num_prompt_tokens for each in embeddings)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
@@ -79,7 +79,7 @@ class EmbeddingBody(PooledBody):
     def inputs(self) -> tuple[Sequence[str], Sequence[str | tuple[int, ...]]]:
         return (), self.input
 
-    def answer(self, embeddings: list[Embedding], _answer_id: str, model: str) -> dict[str, Any]:
+    def answer(self, embeddings: list[Embedded], _answer_id: str, model: str) -> dict[str, Any]:
         encode = _base64 if self.encoding_format == "base64" else list
         return {
             "object": "list",

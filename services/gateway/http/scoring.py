@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from services.gateway.api import Embedding
+from services.gateway.api import Embedded
 from services.gateway.http.bodies.fields import MAX_INPUTS, Body, FieldError, Texts
 from services.gateway.http.embeddings import EmbeddingBody, PooledBody, usage_of
 
@@ -46,7 +46,7 @@ class ScoreBody(PooledBody):
     def inputs(self) -> tuple[Sequence[str], Sequence[str]]:
         return self.text_1 or self.queries, self.text_2 or self.documents
 
-    def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
+    def answer(self, found: list[Embedded], answer_id: str, model: str) -> dict[str, Any]:
         return {
             "id": f"score-{answer_id}",
             "object": "list",
@@ -75,7 +75,7 @@ class RerankBody(PooledBody):
         texts = [one if isinstance(one, str) else one.text for one in self.documents]
         return [self.query], texts
 
-    def answer(self, found: list[Embedding], answer_id: str, model: str) -> dict[str, Any]:
+    def answer(self, found: list[Embedded], answer_id: str, model: str) -> dict[str, Any]:
         """The best documents first; of several with one score, the earlier one."""
         scores = enumerate(scores_of([one.values for one in found], *self.inputs()))
         best = sorted(scores, key=lambda each: -each[1])[: self.top_n or None]

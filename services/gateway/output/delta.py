@@ -25,7 +25,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs(types.TokenLogprobs):
+class PositionLogprobs(types.TokenLogprobs):
     """The logprobs of one position."""
 
     text_offset: int
@@ -74,7 +74,7 @@ class Delta:
     """The stop string or stop token id that ended the sequence, in its last delta."""
     usage: Usage | None = None
     """In the last delta of the request; with `running_usage` in every delta."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
     """One for each token, if the request asks for logprobs."""
     prompt: PromptReport | None = None
     """In the first delta of the request, if it asks for the prompt or its logprobs."""

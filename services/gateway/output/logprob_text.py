@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 
 from quire.types import Candidate
-from services.gateway.output.delta import PromptReport, TokenLogprobs
+from services.gateway.output.delta import PositionLogprobs, PromptReport
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import LogprobColumns, Logprobs
 
 
 def with_text(
     tokenizer: Tokenizer, token_id: int, logprobs: Logprobs, text_offset: int
-) -> TokenLogprobs:
+) -> PositionLogprobs:
     """The logprobs at one position, whose token is `token_id`, with the tokens' bytes."""
 
     def candidate(token_id: int, logprob: float, rank: int) -> Candidate:
         return Candidate(token_id, logprob, rank, tokenizer.token_bytes(token_id))
 
     top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return TokenLogprobs(
+    return PositionLogprobs(
         chosen=candidate(token_id, logprobs.logprob, logprobs.rank),
         top=tuple(candidate(*each, rank) for rank, each in enumerate(top, 1)),
         text_offset=text_offset,

@@ -16,7 +16,7 @@ from quire.types import RequestMetrics, RetainAnswer, Usage
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.rests import WriteRests
-from services.gateway.output.sequence import Sequence
+from services.gateway.output.sequence import OutputSequence
 from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
@@ -130,7 +130,7 @@ class Output:
         self,
         request_id: str,
         stats: RequestStats,
-        sequences: Seq[Sequence],
+        sequences: Seq[OutputSequence],
         meter: Meter,
         clock: Callable[[], float],
         prompt: PromptReporter | None = None,
@@ -264,7 +264,7 @@ class Output:
     def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
-    def _next_unread(self) -> Sequence | None:
+    def _next_unread(self) -> OutputSequence | None:
         for _ in range(len(self._read_order)):
             sequence = self._read_order[0]
             self._read_order.rotate(-1)
@@ -272,7 +272,7 @@ class Output:
                 return sequence
         return None
 
-    def _take(self, sequence: Sequence) -> Delta:
+    def _take(self, sequence: OutputSequence) -> Delta:
         self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
             other.has_unread for other in self._read_order if other is not sequence
@@ -287,7 +287,7 @@ class Output:
             self.on_read()
         return delta
 
-    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+    def _count(self, sequence: OutputSequence, num_tokens: int) -> None:
         if not num_tokens:
             return
         stats, now, before = self.stats, self._clock(), sequence.last_token_at

@@ -1,7 +1,7 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
 from quire.types import Usage
-from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
+from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, Received
 from services.gateway.output.logprob_text import with_text
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.parser.parts import Part, joined
@@ -16,7 +16,7 @@ _LOGPROBS_A_TOKEN = 4
 """Unread logprobs that count as one unread token."""
 
 
-class Sequence:
+class OutputSequence:
     """Collects the tokens of one sequence until the client reads them.
 
     `tokens` are all tokens from workers, also those after a stop string, which the client does not
@@ -94,7 +94,7 @@ class Sequence:
         self._unread_text.clear()
         self._unread_parts.clear()
 
-    def is_prefix_of(self, other: "Sequence") -> bool:
+    def is_prefix_of(self, other: "OutputSequence") -> bool:
         """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
         num_tokens = len(self.tokens)
         return self.tokens == other.tokens[:num_tokens] and self.has_ended <= other.has_ended
@@ -157,7 +157,7 @@ class Sequence:
         if self._tokenizer is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 
-    def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+    def _take_logprobs(self) -> tuple[PositionLogprobs, ...]:
         if self._tokenizer is None or not self._unread_logprobs:
             return ()
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)

@@ -48,7 +48,7 @@ class TokenMeter:
         self._generated.inc(num_tokens)
 
 
-class RequestMetrics:
+class RequestMeters:
     """Counts and logs the requests of a gateway when they are refused or end."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -25,7 +25,7 @@ from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import Wiring, start_gateway
 from services.gateway.workers import directory as worker_directory
 from services.runtime.rpc.transport import RpcServer, open_channel
@@ -93,7 +93,7 @@ class GatewayHarness:
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     request_metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
-    metrics: RequestMetrics = field(init=False)
+    metrics: RequestMeters = field(init=False)
     workers: tuple[FakePrefill, FakeDecode] = field(init=False)
     """Those of the fixture `harness`."""
     assembly: Wiring = field(init=False)
@@ -116,7 +116,7 @@ class GatewayHarness:
         await self.assemble(options)
 
     async def assemble(self, options: GatewayOptions) -> None:
-        self.metrics = RequestMetrics(self.request_metrics)
+        self.metrics = RequestMeters(self.request_metrics)
         self.assembly = await self.stack.enter_async_context(
             start_gateway(self.store, self.registry, SECRET, options, self.metrics)
         )

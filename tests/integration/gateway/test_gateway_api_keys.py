@@ -23,7 +23,7 @@ from quire.v1.inference_pb2 import ListModelsRequest
 from services.gateway.access.caller import Caller, bind_caller
 from services.gateway.access.guards import KeyGuard
 from services.gateway.api import GenerationRequest
-from services.gateway.request.metrics import RequestMetrics
+from services.gateway.request.metrics import RequestMeters
 from services.runtime.errors import RateLimited, UnknownModel
 from services.runtime.metrics import MAX_TENANT_LABELS, OTHER_TENANTS
 from services.runtime.rpc.transport import open_channel
@@ -128,7 +128,7 @@ async def test_calls_for_tokens_count_as_requests(make_harness: Any) -> None:
 
 def test_tenants_beyond_the_limit_share_one_label() -> None:
     registry = CollectorRegistry()
-    metrics = RequestMetrics(registry)
+    metrics = RequestMeters(registry)
     for number in range(MAX_TENANT_LABELS + 10):
         metrics.meter("toy", Caller(f"k{number}", f"t{number}")).first_token(0.1)
     count = "quire:tenant_time_to_first_token_seconds_count"

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 from quire.types import RetainAnswer, Usage
 from services.gateway.access.caller import Caller
 from services.gateway.api import (
-    Embedding,
+    Embedded,
     EmbeddingRequest,
     GenerationRequest,
     RetainDirective,
@@ -104,14 +104,14 @@ class FakeGenerator:
             usage if is_end or request.running_usage else None,
         )
 
-    async def embed(self, request: EmbeddingRequest) -> Embedding:
+    async def embed(self, request: EmbeddingRequest) -> Embedded:
         self.embedding_requests.append(request)
         generated = GenerationRequest(request.prompt, is_further=request.is_further)
         async with self.generate(generated) as deltas:
             *_, last = [delta async for delta in deltas]
         assert last.usage is not None
         values = self.vectors.get(request.prompt, (0.6, -0.8))
-        return Embedding(request.request_id, values, last.usage)
+        return Embedded(request.request_id, values, last.usage)
 
     async def retain(self, request: GenerationRequest) -> RetainAnswer:
         self.requests.append(request)

@@ -12,7 +12,7 @@ import pytest
 
 from quire.types import Candidate, Usage
 from services.gateway.api import GenerationRequest
-from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
+from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport
 from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import FinishReason
 
@@ -31,10 +31,10 @@ THE, A, HALF = (
     candidate(3, -2.5, 3, EURO[:2]),
 )
 TOKENS = [
-    TokenLogprobs(THE, (THE, A), 0),
-    TokenLogprobs(A, (THE, A), 3),
-    TokenLogprobs(HALF, (THE, A), 5),
-    TokenLogprobs(candidate(4, float("-inf"), 9, EURO[2:]), (THE, A), 5),
+    PositionLogprobs(THE, (THE, A), 0),
+    PositionLogprobs(A, (THE, A), 3),
+    PositionLogprobs(HALF, (THE, A), 5),
+    PositionLogprobs(candidate(4, float("-inf"), 9, EURO[2:]), (THE, A), 5),
 ]
 TEXTS = ["The", " a", "", "€"]
 PROMPT = PromptReport(

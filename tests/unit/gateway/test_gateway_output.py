@@ -10,7 +10,7 @@ from quire.types import Candidate
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.output.sequence import Sequence
+from services.gateway.output.sequence import OutputSequence
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
 from services.model.text.stop_strings import StopMatcher
@@ -49,7 +49,7 @@ def make(
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
     ticks = itertools.count(1.0)
     sequences = [
-        Sequence(
+        OutputSequence(
             index,
             Detokenizer(Pieces(BYTES, BYTES)),
             StopMatcher(stops, included=includes_end),

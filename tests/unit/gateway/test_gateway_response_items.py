@@ -4,12 +4,12 @@ from typing import Any
 
 from quire.types import Candidate
 from services.gateway.http.responses_api.output import OutputItems
-from services.gateway.output.delta import Delta, TokenLogprobs
+from services.gateway.output.delta import Delta, PositionLogprobs
 from services.gateway.output.parser.parts import CallStart, Content, Part
 
 
 def delta(token: str, parts: tuple[Part, ...]) -> Delta:
-    logprobs = (TokenLogprobs(Candidate(1, -0.5, 1, token.encode()), (), 0),)
+    logprobs = (PositionLogprobs(Candidate(1, -0.5, 1, token.encode()), (), 0),)
     return Delta("r", 0, (1,), token, parts=parts, logprobs=logprobs)
 
 

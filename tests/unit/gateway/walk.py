@@ -12,7 +12,7 @@ from quire.types import Beam
 from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import Output, RequestStats
-from services.gateway.output.sequence import Sequence
+from services.gateway.output.sequence import OutputSequence
 from services.gateway.request import sending, worker_events
 from services.gateway.request.events import Holders
 from services.gateway.request.pulling import Pull
@@ -103,7 +103,7 @@ def output_of(request: Request) -> Output:
     assert isinstance(request.asked, GenerationRequest)
     asked = request.asked.sampling
     sequences = [
-        Sequence(
+        OutputSequence(
             index,
             *(Detokenizer(Pieces(pieces, pieces)), StopMatcher(asked.stop)),
             frozenset(),

@@ -26,7 +26,7 @@ from services.gateway.http.answering.logprobs import (
 from services.gateway.http.answering.sending import COMMENT
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.failures import error_body
-from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs, joined
+from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, joined
 from services.gateway.output.parser.parts import Part, Reasoning
 from services.protocol.ticket import FinishReason
 
@@ -172,7 +172,7 @@ class Answer:
         return choice_json(index, content, gained, self._ids(gained.token_ids), logprobs)
 
     def _logprobs(
-        self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
+        self, echoed: PromptReport | None, tokens: Sequence[PositionLogprobs], num_echoed: int
     ) -> JSON | None:
         num_top = self.body.num_logprobs
         if num_top is None or (echoed is None and not tokens):

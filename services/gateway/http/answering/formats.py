@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from quire.types import RetainAnswer, Usage
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
-from services.gateway.output.delta import Delta, TokenLogprobs
+from services.gateway.output.delta import Delta, PositionLogprobs
 from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
@@ -26,7 +26,7 @@ class AnswerFormat:
     stream; none if nothing is new."""
     whole: Callable[[str, Sequence[Part] | None], JSON]
     """The fields of a choice for the whole text, and its parts."""
-    logprobs: Callable[[Sequence[TokenLogprobs], int], JSON]
+    logprobs: Callable[[Sequence[PositionLogprobs], int], JSON]
     """The field `logprobs` for tokens that begin at an offset of the choice's text."""
     prompt_logprobs_in_choice: bool
     """Whether prompt logprobs are in the choice; otherwise they are at the answer's top level."""

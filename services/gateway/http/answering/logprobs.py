@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.types import Candidate
-from services.gateway.output.delta import PromptReport, TokenLogprobs
+from services.gateway.output.delta import PositionLogprobs, PromptReport
 
 JSON = dict[str, Any]
 
@@ -12,7 +12,7 @@ _MIN_LOGPROB = -9999.0
 """Stands for the logarithm of 0, which JSON cannot express; the same value as in vLLM."""
 
 
-def text_logprobs(tokens: Sequence[TokenLogprobs], begin: int = 0) -> JSON:
+def text_logprobs(tokens: Sequence[PositionLogprobs], begin: int = 0) -> JSON:
     """The field `logprobs` of a text completion.
 
     `begin` is the offset of the tokens' text in the choice's text. `top_logprobs` includes the
@@ -69,7 +69,7 @@ def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
     ]
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
+def chat_logprobs(tokens: Sequence[PositionLogprobs]) -> JSON:
     """The field `logprobs` of a chat completion."""
     content = [
         {**_entry(token.chosen), "top_logprobs": list(map(_entry, token.top))} for token in tokens
