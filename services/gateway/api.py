@@ -122,8 +122,8 @@ class RetainedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The fields that a request for text and a request for an embedding share."""
+class PromptRequest:
+    """What a request for text and a request for an embedding have in common."""
 
     prompt: Prompt
     request_id: str = ""
@@ -151,7 +151,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest(_Asked):
+class GenerationRequest(PromptRequest):
     """A request for text, as the gRPC or HTTP server received it; admission checks it and makes a
     `services.gateway.request.request.Request` of it."""
 
@@ -171,7 +171,7 @@ class GenerationRequest(_Asked):
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequest(_Asked):
+class EmbeddingRequest(PromptRequest):
     """A request for the embedding of a prompt. It is not resumed: its client asks again."""
 
     dimensions: int | None = None

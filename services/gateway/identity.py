@@ -8,7 +8,7 @@ whether the first one exists. That holds for another key even with a stolen toke
 import base64
 import hashlib
 
-from services.gateway.api import EmbeddingRequest, GenerationRequest
+from services.gateway.api import PromptRequest
 from services.gateway.checks import check_text, require
 
 MAX_ID_CHARS = 256
@@ -18,7 +18,7 @@ _SEPARATOR = "~"
 _DIGEST_BYTES = 16
 
 
-def check_identity(request: GenerationRequest | EmbeddingRequest) -> None:
+def check_identity(request: PromptRequest) -> None:
     """Raises InvalidRequest if the id or the resume token is not usable."""
     check_text("request_id", request.request_id, MAX_ID_CHARS)
     # `quire top` and logs show it to operators, whose terminals obey control characters.

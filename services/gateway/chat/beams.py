@@ -46,10 +46,3 @@ def resolve_beam(asked: RequestedSampling) -> Beam | None:
             f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]", "length_penalty"
         )
     return replace(beam, length_penalty=penalty)
-
-
-def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:
-    """`asked` with greedy sampling, the choice of a beam search of width 1. The values replace
-    the values of the model's generation_config."""
-    neutral: dict[str, Any] = {name: number.neutral for name, number in NUMBERS.items()}
-    return replace(asked, **neutral | {"temperature": 0.0})

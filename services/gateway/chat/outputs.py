@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.api import EmbeddingRequest, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.identity import client_id
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.output import Meter, Output, RequestStats
@@ -31,7 +31,7 @@ def open_output(
     asked, prompt = request.asked, request.prompt_token_ids
     stats = RequestStats(len(prompt), arrived_at, reports_cached or bool(request.cache_salt))
     name, clock = client_id(request.id), asyncio.get_running_loop().time
-    if isinstance(asked, EmbeddingRequest):
+    if not isinstance(asked, GenerationRequest):
         request.output = Output(name, stats, (), meter, clock)
         return
     received = asked.received or ()

@@ -14,9 +14,8 @@ from pydantic_core import to_json
 
 from services.gateway.api import (
     ChatMessage,
-    EmbeddingRequest,
-    GenerationRequest,
     Prompt,
+    PromptRequest,
     RequestedTools,
     ToolChoice,
     Truncation,
@@ -47,7 +46,7 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
 
 async def tokenize_prompt(
-    asked: GenerationRequest | EmbeddingRequest,
+    asked: PromptRequest,
     model: Model,
     max_model_len: int,
     most: int | None = None,
@@ -132,7 +131,7 @@ def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
 
 
 def _token_ids(
-    asked: GenerationRequest | EmbeddingRequest,
+    asked: PromptRequest,
     model: Model,
     max_model_len: int,
     truncation: Truncation | None,
@@ -161,7 +160,7 @@ def _token_ids(
 
 
 def _render(
-    messages: Sequence[ChatMessage], model: Model, asked: GenerationRequest | EmbeddingRequest
+    messages: Sequence[ChatMessage], model: Model, asked: PromptRequest
 ) -> tuple[str, Mapping[str, str]]:
     """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
 

@@ -8,7 +8,7 @@ from quire.sampling import NUMBERS
 from services.gateway.api import RequestedSampling
 from services.gateway.chat.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.chat.bad_words import token_sequences
-from services.gateway.chat.beams import resolve_beam, with_greedy_sampling
+from services.gateway.chat.beams import resolve_beam
 from services.gateway.chat.prompts import check_token_ids
 from services.gateway.checks import check_text, float32, require
 from services.gateway.workers.models.catalog import Model
@@ -41,12 +41,13 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     _check_counts(asked)
     check_combination(asked)
     beam = resolve_beam(asked)
-    if beam is not None:
-        asked = with_greedy_sampling(asked)
-    defaults = model.config.generation
-    numbers: dict[str, Any] = {name: _number(name, asked, defaults) for name in NUMBERS}
+    # A beam search of width 1 is greedy; the model's generation_config is about sampling.
+    numbers: dict[str, Any] = {"temperature": 0.0}
+    if beam is None:
+        numbers = {name: _number(name, asked, model.config.generation) for name in NUMBERS}
+        numbers["top_k"] = max(numbers["top_k"], 0)
     sampling = SamplingParams(
-        **numbers | {"top_k": max(numbers["top_k"], 0)},
+        **numbers,
         seed=secrets.randbits(64) if asked.seed is None else asked.seed % _NUM_SEEDS,
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,

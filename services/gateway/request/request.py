@@ -27,7 +27,7 @@ from typing import Protocol
 
 from blockstore.records import PoolSpec
 from quire.types import RequestMetrics
-from services.gateway.api import EmbeddingRequest, GenerationRequest, RetainDirective
+from services.gateway.api import PromptRequest, RetainDirective
 from services.gateway.identity import client_id
 from services.gateway.output.output import Output
 from services.gateway.output.parser.message import Parsing
@@ -79,7 +79,7 @@ class RequestHost(Protocol):
 class Request:
     """One request. Admission makes it, complete and checked; `begin` lets it wait for workers."""
 
-    asked: GenerationRequest | EmbeddingRequest
+    asked: PromptRequest
     """The request as the client sent it. A call that resumes the request replaces it."""
     id: str
     """The scoped id (`services.gateway.identity`), which gateway and workers use."""

@@ -1,6 +1,6 @@
 """Continues a request for a client that lost its stream: here, or from another gateway's ticket."""
 
-from services.gateway.api import EmbeddingRequest
+from services.gateway.api import GenerationRequest
 from services.gateway.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.request import Request
@@ -63,15 +63,16 @@ def adopt(request: Request, detached: DetachedTicket) -> None:
 
 def _continue_alike(one: Request, other: Request) -> bool:
     """Whether both ask for the same tokens, so that one can continue the other."""
-    if isinstance(one.asked, EmbeddingRequest) or isinstance(other.asked, EmbeddingRequest):
+    first, second = one.asked, other.asked
+    if not (isinstance(first, GenerationRequest) and isinstance(second, GenerationRequest)):
         return False
-    ours, theirs = one.asked.sampling, other.asked.sampling
+    ours, theirs = first.sampling, second.sampling
     return (
         (one.model, one.prompt_token_ids) == (other.model, other.prompt_token_ids)
         and one.sampling.samples_like(other.sampling)
         and (one.adapter, one.parsing) == (other.adapter, other.parsing)
         and (one.cache_salt, one.prompt_logprobs) == (other.cache_salt, other.prompt_logprobs)
-        and (ours.stop, ours.n) == (theirs.stop, theirs.n)
+        and ours.stop == theirs.stop
         and ours.include_stop_str_in_output == theirs.include_stop_str_in_output
         and ours.skip_special_tokens == theirs.skip_special_tokens
     )

@@ -12,7 +12,7 @@ as far as it has any.
 
 from typing import TYPE_CHECKING
 
-from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest
+from services.gateway.api import ChatMessage, PromptRequest
 from services.gateway.request.events import Phase
 from services.gateway.request.status import CANCELLED
 from services.runtime.rpc.error_table import INTERNAL_CODE
@@ -32,9 +32,7 @@ _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(
-        self, tracer: "Tracer", asked: GenerationRequest | EmbeddingRequest, name: str
-    ) -> None:
+    def __init__(self, tracer: "Tracer", asked: PromptRequest, name: str) -> None:
         """`name` is the request's id, as the client knows it."""
         prompt = asked.prompt
         is_chat = not isinstance(prompt, str) and isinstance(next(iter(prompt), None), ChatMessage)

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from quire.messages import Request, generate_request
-from quire.types import Sampling
+from quire.types import Beam, Sampling
 from services.gateway.api import RequestedSampling
 from services.gateway.chat.sampling import resolve_sampling
 from services.gateway.workers.models.catalog import Model, load_model
@@ -77,6 +77,8 @@ async def test_the_models_own_penalty_is_the_default(model: Model) -> None:
     model = replace(model, config=own)
     assert (await resolved(model)).repetition_penalty == 1.25
     assert (await resolved(model, repetition_penalty=1.5)).repetition_penalty == 1.5
+    search = await resolved(model, beam=Beam(2))
+    assert (search.repetition_penalty, search.temperature) == (1.0, 0.0)
 
 
 async def test_checked_parameters_are_sent_unchanged(model: Model) -> None:

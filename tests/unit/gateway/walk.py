@@ -137,10 +137,14 @@ class Walk:
     def call(self, received: tuple[Received, ...], *, n: int | None = None) -> Request:
         """A call of the same client, with what it has received."""
         request = self.request
-        sampling = replace(self.asked.sampling, n=n or self.asked.sampling.n)
-        asked = replace(self.asked, received=received, sampling=sampling)
+        n = n or request.sampling.n
+        asked = replace(self.asked, received=received, sampling=replace(self.asked.sampling, n=n))
         call = Request(
-            *(asked, request.id, request.model, PROMPT, request.sampling),
+            asked,
+            request.id,
+            request.model,
+            PROMPT,
+            replace(request.sampling, n=n),
             prompt_logprobs=request.prompt_logprobs,
         )
         call.output = output_of(call)

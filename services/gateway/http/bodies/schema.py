@@ -48,9 +48,6 @@ from services.gateway.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
 
-_BEAM_FIELDS: dict[str, object] = {"beam_width": 1, "early_stopping": False, "length_penalty": 1}
-"""The parameters of a beam search, each with the value that is accepted without a beam search."""
-
 DEFAULT_MAX_TOKENS = 16
 """The default of max_tokens for a text completion, as in OpenAI's API."""
 
@@ -166,9 +163,9 @@ class GenerationBody(SampledBody, TruncatedBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        for name, neutral in _BEAM_FIELDS.items():
-            value = getattr(self, name)
-            if not self.use_beam_search and value is not None and value != neutral:
+        for name in ("beam_width", "early_stopping", "length_penalty"):
+            is_neutral = getattr(self, name) in (None, *OF_REQUESTS[name])
+            if not (self.use_beam_search or is_neutral):
                 raise FieldError(name, f"{name} is for requests with use_beam_search=true")
         self.requested_structure()
         if self.stream_options is not None and not self.stream:
