@@ -16,20 +16,24 @@ from services.protocol.fields import STRUCTURE_KINDS, from_wire, require
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import SamplingParams
 
-_CONVERTED = {"logit_bias", "bad_words", "structure", "beam"}
+_CONVERTED = {"logit_bias", "bad_words"}
 _SAME = {f.name for f in fields(SamplingParams)} - _CONVERTED
 """The fields that the dataclass takes from the message as they are."""
 
 
 def given_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that are set, except for those that are messages: lists as tuples, maps as
-    dicts."""
+    """The fields that are set: lists as tuples, maps as dicts, messages as dataclasses. Raises
+    InvalidRequest if a message has an unknown value, or the structure is too long."""
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
         if isinstance(value, MutableMapping):
             given[field.name] = dict(value)
         elif field.message_type is None:
             given[field.name] = tuple(value) if isinstance(value, MutableSequence) else value
+    if message.HasField("beam"):
+        given["beam"] = from_wire(Beam, message.beam)
+    if message.HasField("structured_output"):
+        given["structure"] = _structure_from_wire(message.structured_output)
     return given
 
 
@@ -43,27 +47,17 @@ def sampling_from_wire(ticket: ticket_pb2.Ticket) -> SamplingParams:
         **given,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.token_ids) for word in ticket.bad_words),
-        structure=structure_from_wire(message),
-        beam=beam_from_wire(message),
     )
 
 
-def structure_from_wire(message: sampling_pb2.SamplingParams) -> Structure | None:
-    """Raises InvalidRequest if the kind is unknown, or the text too long."""
-    if not message.HasField("structured_output"):
-        return None
-    kind, text = message.structured_output.kind, message.structured_output.text
-    size = len(text.encode())
+def _structure_from_wire(message: sampling_pb2.StructuredOutput) -> Structure:
+    size = len(message.text.encode())
     require(
         size <= MAX_STRUCTURE_BYTES,
         f"structured_output has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
     )
-    return Structure(STRUCTURE_KINDS.member(kind, "structured_output: kind"), text)
-
-
-def beam_from_wire(message: sampling_pb2.SamplingParams) -> Beam | None:
-    """Raises InvalidRequest if `early_stopping` is unknown."""
-    return from_wire(Beam, message.beam) if message.HasField("beam") else None
+    kind = STRUCTURE_KINDS.member(message.kind, "structured_output: kind")
+    return Structure(kind, message.text)
 
 
 def num_top_from_wire(number: int) -> int:

@@ -10,7 +10,7 @@ from grpc import aio
 from quire.progress import ACCEPTED_METADATA
 from quire.reports import Model
 from quire.types import Candidate, Usage
-from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
+from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2
 from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.api import (
     ChatMessage,
@@ -26,11 +26,7 @@ from services.gateway.chat.prompts import check_num_messages
 from services.gateway.checks import require
 from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, Received
 from services.protocol.fields import FINISH_REASONS, from_wire, values
-from services.protocol.sampling_codec import (
-    beam_from_wire,
-    given_fields,
-    structure_from_wire,
-)
+from services.protocol.sampling_codec import given_fields
 from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -109,7 +105,7 @@ def request_from_wire(
         prompt=_prompt(message),
         request_id=message.request_id,
         model=message.model,
-        sampling=_sampling(message.sampling),
+        sampling=RequestedSampling(**given_fields(message.sampling)),
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
@@ -159,14 +155,6 @@ def _prompt(message: Any) -> Prompt:
 
 def _messages(chat: Iterable[inference_pb2.ChatMessage]) -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(each.role, each.content, each.name) for each in chat)
-
-
-def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
-    return RequestedSampling(
-        **given_fields(message),
-        beam=beam_from_wire(message),
-        structure=structure_from_wire(message),
-    )
 
 
 def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
