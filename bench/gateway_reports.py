@@ -24,7 +24,7 @@ from blockstore.registry import Load, Member, Role
 from services.gateway.config import GatewayOptions
 from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import start_gateway
-from services.gateway.workers.connection import WorkerEventSink, deliver
+from services.gateway.workers.connection import WorkerEventSink
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, LoadReport
 from services.runtime.secret import Secret
@@ -44,7 +44,7 @@ class SimulatedConnection:
 
     def report(self, number: int) -> None:
         load = Load(num_running=number % 7, num_free_slots=64 - number % 7)
-        deliver(LoadReport(load), self.worker, self.sink)
+        self.sink.on_event(self.worker, LoadReport(load))
 
 
 async def measure(args: argparse.Namespace, model_dir: str) -> float:

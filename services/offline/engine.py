@@ -54,7 +54,7 @@ from services.worker.config import WorkerSettings
 from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
 from services.worker.loading import load
-from services.worker.membership import Membership
+from services.worker.membership import MappedPool
 from services.worker.pool_engine import PoolEngine, WorkerParts
 
 T = TypeVar("T")
@@ -109,8 +109,7 @@ class OfflineEngine:
         pool = KVPool.private(layout, num_blocks, "cpu")
         stamps = Stamps(None, num_blocks, layout.block_size)
         header = PoolHeader("offline", "", layout, num_blocks, int(WATERMARK * num_blocks))
-        nothing: Any = None  # no other process sees the pool: no directory, and no lock
-        own = Membership(self._store, nothing, header, "offline", nothing, pool, stamps)
+        own = MappedPool(self._store, header, "offline", pool, stamps)
         self.spec = own.spec
         pools = (Pool(self.spec, prefill=(), decode=()),)
         self._served = ModelPools(load_model(str(settings.model)), limits.max_model_len, pools)
@@ -262,7 +261,6 @@ class _Request:
             output.write_prompt(event.prompt_logprobs)
         for one in event.outputs:
             if not output.is_over(one.index):
-                output.stats.note_drafts(one.num_drafts, one.num_accepted)
                 output.write(one)
                 if output.is_over(one.index) and one.finish_reason is None:
                     self._role.abort(self, *self._key, one.index)  # a stop string ended it

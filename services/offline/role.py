@@ -7,7 +7,7 @@ from typing import Any
 from services.engine.messages import AbortSequence, Removed
 from services.engine.sequences.results import Advance
 from services.worker.pool_engine import PoolEngine
-from services.worker.requests.events import ABORTED, Session, hypothesis_events, token_events
+from services.worker.requests.events import ABORTED, Session
 from services.worker.requests.jobs import State
 from services.worker.roles.block_extender import BlockExtender
 from services.worker.roles.prefill import Prefill
@@ -59,8 +59,7 @@ class Whole(Prefill):
     def _on_advance(self, job: PrefillJob, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
         job.prompt_logprobs += advance.prompt_logprobs
-        job.outputs = token_events(job.ticket, advance.tokens, advance.verified)
-        job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
+        job.outputs = advance.outputs
         job.embedding = advance.embedding
         if (job.outputs or job.embedding) and job.ending is not ABORTED:
             job.session.send(job.prefilled())

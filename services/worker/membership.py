@@ -53,22 +53,29 @@ _LOSS_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
-    """One worker's membership in one pool: its mappings, and its lock, held while it lives."""
+class MappedPool:
+    """One worker's mappings of one pool."""
 
     store: BlockStore
-    directory: PoolDirectory
     header: PoolHeader
     worker_id: str
-    lock: WorkerLock
     pool: KVPool
     stamps: Stamps
-    kept: KeptMemory | None = None
-    """The worker's registration at the keeper, if the pool is on a GPU."""
 
     @property
     def spec(self) -> PoolSpec:
         return self.header.spec
+
+
+@dataclass(frozen=True, slots=True)
+class Membership(MappedPool):
+    """One worker's membership in a pool that other processes see: its mappings, and its lock, held
+    while it lives."""
+
+    directory: PoolDirectory
+    lock: WorkerLock
+    kept: KeptMemory | None = None
+    """The worker's registration at the keeper, if the pool is on a GPU."""
 
     async def complete_memory(self) -> None:
         """Allocate the memory of the pool that `join` did not allocate, while the worker serves.
@@ -315,4 +322,4 @@ async def _enter(
         undo.callback(stamps.close)
         await register_member(store, run_id, directory, header, worker_id, stamps, lock)
         undo.pop_all()
-    return Membership(store, directory, header, worker_id, lock, pool, stamps, opened.kept)
+    return Membership(store, header, worker_id, pool, stamps, directory, lock, opened.kept)

@@ -24,7 +24,7 @@ from services.worker.adapters import WorkerAdapters
 from services.worker.file_cache.file_cache import FileCache
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
-from services.worker.membership import Membership
+from services.worker.membership import MappedPool
 from services.worker.requests.holder_writes import HolderWrites
 from services.worker.requests.store_writer import StoreWriter
 from services.worker.step_meter import StepMeter
@@ -41,7 +41,7 @@ class WorkerParts:
     """The parts of a worker."""
 
     store: BlockStore
-    membership: Membership
+    membership: MappedPool
     forward: ForwardPass
     limits: Limits
     metrics: WorkerMetrics

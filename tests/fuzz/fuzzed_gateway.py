@@ -20,7 +20,6 @@ from services.gateway.scheduling.explainer import Explainer
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
-from services.gateway.workers.connection import deliver
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.models.catalog import load_model
 from services.gateway.workers.movers import Movers
@@ -99,7 +98,7 @@ class FakeConnection:
         self.fake.names.restore(message)
         try:
             for event in self._stream_type.events(message):
-                deliver(event, self.worker, self.sink)
+                self.sink.on_event(self.worker, event)
         except (KeyError, ValueError, InvalidRequest):
             self._reconnect()
         self.sink.on_change()

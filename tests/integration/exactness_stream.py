@@ -10,7 +10,6 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.workers.connection import deliver
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
 from services.protocol.messages import Began, Command
@@ -69,7 +68,7 @@ class Stream:
             self._sink.on_change()
         for event in self._stream_type.events(message):
             self.num_begun += isinstance(event, Began)
-            deliver(event, self.worker, self._sink)
+            self._sink.on_event(self.worker, event)
 
 
 def through_wire(message: Any) -> Any:

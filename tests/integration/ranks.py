@@ -39,7 +39,7 @@ def pool_of(directory: Path, layout: PoolLayout, num_blocks: int, worker_id: str
     arena = FileArena(there.kv, num_blocks * layout.block_bytes)
     pool = KVPool(arena, layout, num_blocks)
     nothing: Any = None
-    return Membership(nothing, there, header, worker_id, lock, pool, nothing)
+    return Membership(nothing, header, worker_id, pool, nothing, there, lock)
 
 
 class RankedRunner(RecordingRunner):

@@ -92,7 +92,7 @@ def decode(runner: LateRunner, speculation: Speculation | None) -> list[list[int
         outcome = engine.step(commands)
         for advance in outcome.advances:
             found = tokens[int(advance.key.removeprefix("h-r")) - 1]
-            found += [one.token for one in advance.tokens]
+            found += [token for one in advance.outputs for token in one.token_ids]
     return tokens
 
 

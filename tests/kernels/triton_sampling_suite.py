@@ -298,10 +298,14 @@ def engine_tokens(
                 group.stay_behind()
             commands.append(Admit(group))
         for advance in engine.step(commands).advances:
-            tokens.setdefault(advance.key, []).extend(one.token for one in advance.tokens)
+            tokens.setdefault(advance.key, []).extend(
+                token for one in advance.outputs for token in one.token_ids
+            )
     while (outcome := engine.step()).is_busy:
         for advance in outcome.advances:
-            tokens.setdefault(advance.key, []).extend(one.token for one in advance.tokens)
+            tokens.setdefault(advance.key, []).extend(
+                token for one in advance.outputs for token in one.token_ids
+            )
     return tokens, runner.num_ahead
 
 

@@ -16,6 +16,7 @@ from services.engine.sequences.beam import FIRST, BeamSearch, Continuation, Livi
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Sequence
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
 from services.protocol.ticket import BeamState, GroupState, Ticket
 
 
@@ -72,7 +73,17 @@ class BeamGroup(Group):
         self._beams = BeamState(tuple(one.score for one in step.living), step.finished)
         self._replace_beams(step.living)
         if not step.living:
-            self._advance.hypotheses = step.finished[: self._num_returned]
+            self._advance.outputs += [
+                Generated(
+                    *self._attempt,
+                    index,
+                    self._num_prompt_tokens,
+                    one.token_ids,
+                    one.finish_reason,
+                    score=one.score,
+                )
+                for index, one in enumerate(step.finished[: self._num_returned])
+            ]
 
     def _replace_beams(self, living: Seq[Continuation]) -> None:
         """Replace the beams by their continuations. Beams that end free blocks for the forks."""

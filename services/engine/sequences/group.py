@@ -19,12 +19,13 @@ See ADR 76.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import chain
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
 from services.engine.batch import Fault, RowOutput, RowResult
-from services.engine.sequences.results import Advance, Token, Verified
+from services.engine.sequences.results import Advance
 from services.engine.sequences.sequence import (
     Branch,
     CompletedBlock,
@@ -35,6 +36,7 @@ from services.engine.sequences.sequence import (
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
 from services.protocol.ticket import GroupState, Ticket, TicketSequence
 
 
@@ -45,6 +47,8 @@ class Group:
         self, ticket: Ticket, sequences: Seq[Sequence], spare: Seq[int], num_acquired: int
     ) -> None:
         self.key = ticket.holder_id
+        self._attempt = ticket.key
+        """The request and the attempt that its outputs name."""
         self.order = ticket.order
         self.sequences = list(sequences)
         """The sequences that run, by index."""
@@ -241,7 +245,8 @@ class Group:
         as if each came from a step of its own. A draft counts as computed once it is the token that
         was drawn in its place. The first other token ends this: what was drawn after it followed
         another text."""
-        num_accepted = 0
+        outputs, num_accepted = self._advance.outputs, 0
+        num_before = len(outputs)
         for number, token in enumerate(output.tokens):
             self._go_on(sequence, RowOutput((token,), output.logprobs[number : number + 1]))
             if number == len(drafts) or token != drafts[number]:
@@ -251,7 +256,17 @@ class Group:
                 break
             sequence.num_computed += 1
             sequence.num_launched += 1
-        self._advance.verified.append(Verified(sequence.index, len(drafts), num_accepted))
+        run = outputs[num_before:]
+        outputs[num_before:] = [
+            replace(
+                run[-1],
+                position=run[0].position,
+                token_ids=output.tokens[: len(run)],
+                logprobs=output.logprobs[: len(run)],
+                num_drafts=len(drafts),
+                num_accepted=num_accepted,
+            )
+        ]
         return num_accepted
 
     def _go_on(self, sequence: Sequence, output: RowOutput) -> None:
@@ -280,7 +295,16 @@ class Group:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
-        self._advance.tokens.append(Token(sequence.index, position, token, finish, logprobs))
+        self._advance.outputs.append(
+            Generated(
+                *self._attempt,
+                sequence.index,
+                position,
+                (token,),
+                finish,
+                () if logprobs is None else (logprobs,),
+            )
+        )
         if finish:
             self.end(sequence)
         elif self.one_token:

@@ -3,29 +3,9 @@
 from dataclasses import dataclass, field
 
 from blockstore.records import PrefixHash
-from services.protocol.logprobs import LogprobColumns, Logprobs
-from services.protocol.ticket import FinishReason, GroupState, Hypothesis
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token that sequence `index` drew. `position` counts from the start of the prompt. `finish`
-    is set if the sequence ends with it."""
-
-    index: int
-    position: int
-    token: int
-    finish: FinishReason | None
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """How many drafts of sequence `index` a step has verified, and how many of them it accepted."""
-
-    index: int
-    num_drafts: int
-    num_accepted: int
+from services.protocol.logprobs import LogprobColumns
+from services.protocol.messages import Generated
+from services.protocol.ticket import GroupState
 
 
 @dataclass(slots=True)
@@ -34,9 +14,9 @@ class Advance:
     fills it, and the engine sends it to the event loop."""
 
     key: str
-    tokens: list[Token] = field(default_factory=list)
-    """At most one per sequence and step, and one more for each draft that was accepted."""
-    verified: list[Verified] = field(default_factory=list)
+    outputs: list[Generated] = field(default_factory=list)
+    """The tokens of each sequence and step, as the gateway gets them, or in the last step of a beam
+    search its best hypotheses."""
     completed: list[tuple[int, PrefixHash]] = field(default_factory=list)
     """(block id, prefix hash) of blocks to commit."""
     freed: list[int] = field(default_factory=list)
@@ -51,5 +31,3 @@ class Advance:
     """The logprobs of the prompt's next tokens, chunk by chunk, if the request asks for them."""
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, once it is computed, if the request asks for it."""
-    hypotheses: tuple[Hypothesis, ...] = ()
-    """The best hypotheses of a beam search, in its last step."""

@@ -81,11 +81,6 @@ class RequestStats:
         self.num_accepted_drafts = before.num_accepted_drafts
         self.num_rejected_drafts = before.num_rejected_drafts
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a step verified."""
-        self.num_accepted_drafts += num_accepted
-        self.num_rejected_drafts += num_drafts - num_accepted
-
     @property
     def num_written_tokens(self) -> int:
         """The prompt tokens that were computed into full blocks, which the prefix cache keeps."""
@@ -221,6 +216,8 @@ class Output:
         sequence.score = new.score
         num_taken = sequence.write(new.token_ids, new.finish_reason, new.logprobs)
         self._num_unread += num_taken
+        self.stats.num_accepted_drafts += new.num_accepted
+        self.stats.num_rejected_drafts += new.num_drafts - new.num_accepted
         self._count(sequence, num_taken)
         if sequence.has_ended:
             self._drop_ended()

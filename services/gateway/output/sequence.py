@@ -6,7 +6,7 @@ from services.gateway.output.logprob_text import with_text
 from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.parser.parts import Part, joined
 from services.model.text.detokenizer import Detokenizer
-from services.model.text.stop_strings import Scanned, StopMatcher
+from services.model.text.stop_strings import StopMatcher
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
@@ -85,14 +85,14 @@ class OutputSequence:
         """Add the tokens, and perhaps the end, that the client has received, without sending them
         or their text again. Raises InvalidRequest if these tokens contain a stop string, so that
         nothing can follow."""
-        self.tokens.extend(received.token_ids)
         if received.finish_reason is not None:
+            self.tokens.extend(received.token_ids)
             self.finish_reason, self._end_is_sent = received.finish_reason, True
             return
-        if any(map(self._push, received.token_ids)):
+        self.write(received.token_ids, None)
+        if self.has_ended:
             raise InvalidRequest("a stop string is in the tokens received: the sequence has ended")
-        self._unread_text.clear()
-        self._unread_parts.clear()
+        self._forget_unread()
 
     def is_prefix_of(self, other: "OutputSequence") -> bool:
         """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
@@ -110,7 +110,7 @@ class OutputSequence:
 
         Returns how many of the tokens the client gets: those after a stop string are dropped.
         """
-        offsets = []
+        parser, offsets = self._parser, []
         self.tokens.extend(token_ids)
         self.worker_finish = finish
         num_taken = len(token_ids)
@@ -118,12 +118,18 @@ class OutputSequence:
         num_shown = num_taken - hides_last
         for position, token_id in enumerate(token_ids[:num_shown], 1):
             offsets.append(self._num_chars)
-            if self._push(token_id):
+            self._num_pushed += 1
+            was_in_reasoning = parser is not None and parser.is_in_reasoning
+            is_stopped = self._add_text(self._detokenizer.push((token_id,)))
+            if parser is not None:
+                self._num_reasoning_tokens += was_in_reasoning and parser.is_in_reasoning
+            if is_stopped:
                 num_taken = position
                 break
         offsets += [self._num_chars] * (num_taken - len(offsets))
         self._unread_ids.extend(token_ids[:num_taken])
-        self._buffer_logprobs(logprobs[:num_taken], offsets)
+        if self._tokenizer is not None:  # only once the client reads them they become text
+            self._unread_logprobs.extend(zip(logprobs[:num_taken], offsets, strict=False))
         if finish is not None and not self.has_ended:
             self._finish(finish, token_ids)
         return num_taken
@@ -145,17 +151,15 @@ class OutputSequence:
             has_calls=self._parser is not None and self._parser.has_calls,
             num_reasoning_tokens=self._num_reasoning_tokens,
         )
+        self._forget_unread()
+        self._end_is_sent = self.has_ended
+        return delta
+
+    def _forget_unread(self) -> None:
         self._unread_ids.clear()
         self._unread_text.clear()
         self._unread_parts.clear()
         self._unread_logprobs.clear()
-        self._end_is_sent = self.has_ended
-        return delta
-
-    def _buffer_logprobs(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
-        """Keep logprobs until the client reads them; only then their tokens become text."""
-        if self._tokenizer is not None:
-            self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 
     def _take_logprobs(self) -> tuple[PositionLogprobs, ...]:
         if self._tokenizer is None or not self._unread_logprobs:
@@ -163,47 +167,31 @@ class OutputSequence:
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
         return tuple(with_text(self._tokenizer, token_id, *each) for token_id, each in unread)
 
-    def _push(self, token_id: int) -> bool:
-        """Add the text of a token. True: a stop string ended the sequence."""
-        parser = self._parser
-        self._num_pushed += 1
-        scanned = self._scan(self._detokenizer.push((token_id,)))
-        if parser is None:
-            return self._add_text(scanned)
-        was_in_reasoning = parser.is_in_reasoning
-        has_ended = self._add_text(scanned)
-        self._num_reasoning_tokens += was_in_reasoning and parser.is_in_reasoning
-        return has_ended
-
-    def _scan(self, text: str) -> Scanned:
-        """The text that is certain now, and the stop string that it completes, if any."""
+    def _add_text(self, text: str, *, is_last: bool = False) -> bool:
+        """Add to the sequence's text. The client gets the part that is certain now, and all of it
+        if the text is the last. True: a stop string ended the sequence."""
         self._num_chars += len(text)
-        return self._stops.push(text, may_end=self._num_pushed > self._min_tokens)
-
-    def _add_text(self, scanned: Scanned) -> bool:
-        """Add to the client's text. True: a stop string ended the sequence."""
-        if scanned.text:
-            self._unread_text.append(scanned.text)
-            if self._parser is not None:
-                self._unread_parts.extend(self._parser.push(scanned.text))
-        if scanned.stop is None:
-            return False
-        self._finish_parts()
-        self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
-        return True
+        scanned = self._stops.push(text, may_end=self._num_pushed > self._min_tokens)
+        is_stopped, shown = scanned.stop is not None, scanned.text
+        if is_last and not is_stopped:
+            shown += self._stops.flush()
+        if shown:
+            self._unread_text.append(shown)
+        if self._parser is not None:
+            if shown:
+                self._unread_parts.extend(self._parser.push(shown))
+            if is_stopped or is_last:
+                self._unread_parts.extend(self._parser.finish())
+        if is_stopped:
+            self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
+        return is_stopped
 
     def _finish(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
         """End the sequence as the worker says, with the text that was held back; if that text
         completes a stop string, the stop string ends it instead."""
-        if self._add_text(self._scan(self._detokenizer.flush())):
+        if self._add_text(self._detokenizer.flush(), is_last=True):
             return
-        self._add_text(Scanned(self._stops.flush()))
-        self._finish_parts()
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None
         if finish is FinishReason.STOP and last in self._stop_token_ids:
             self._stopped_by = last
-
-    def _finish_parts(self) -> None:
-        if self._parser is not None:
-            self._unread_parts.extend(self._parser.finish())

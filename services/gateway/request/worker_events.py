@@ -1,5 +1,7 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
+from collections.abc import Sequence
+
 from quire.worker_names import worker_name
 from services.gateway.identity import client_id
 from services.gateway.request.events import BlocksAwaited, Computed, Phase, Preempted, SetBack
@@ -45,7 +47,15 @@ def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
         case _ if not is_current:
             _drop(request, event)
         case DecodeReservation() as decode, Generated() as step if request.is_decoding:
-            _on_generated(request, decode, step)
+            # Tokens after a stop string are dropped: the worker has not received the abort yet.
+            if not request.output.is_over(step.index) and _fits(request, decode, [step]):
+                if request.tickets.is_progress([step]):
+                    request.crash_attribution.note_token(sender)
+                    request.num_retries = 0
+                request.attempt.mark_claimed(sender)
+                if request.timeline.phase is not Phase.DECODE:
+                    request.timeline.enter(Phase.DECODE, sender.id)
+                request.deliver([step])
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
@@ -91,6 +101,17 @@ def _drop(request: Request, event: RequestEvent) -> None:
     log.debug("event_dropped", request_id=client_id(request.id), kind=type(event).__name__)
 
 
+def _fits(
+    request: Request, lease: Lease, outputs: Sequence[Generated], state: TicketState | None = None
+) -> bool:
+    """Whether a worker continues the request where the client is; otherwise the request is retried,
+    or fails."""
+    problem = request.tickets.problem(outputs, state)
+    if problem:
+        request.retry_or_fail(f"{lease.worker.member.role} worker {lease.worker.id} {problem}")
+    return not problem
+
+
 def _on_ticket_dropped(request: Request, detached: DetachedTicket) -> None:
     """The issuer does not keep the ticket of an earlier attempt any more."""
     detached.finish()
@@ -100,8 +121,7 @@ def _on_ticket_dropped(request: Request, detached: DetachedTicket) -> None:
 
 def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> None:
     """Sequences that have not ended with this token go to the decode worker."""
-    if problem := request.tickets.problem(event.outputs, event.ticket):
-        request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
+    if not _fits(request, lease, event.outputs, event.ticket):
         return
     request.crash_attribution.note_token(lease.worker)
     lease.worker.prefill_ns_per_token = event.ticket.prefill_ns_per_token
@@ -130,8 +150,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
 def _on_detached(request: Request, decode: DecodeReservation, state: TicketState) -> None:
     """A decode worker returned the request with its KV: swapped out because it was preempted, or in
     the pool because it was handed over."""
-    if problem := request.tickets.problem((), state):
-        request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
+    if not _fits(request, decode, (), state):
         return
     request.tickets.note(state)
     request.detach(decode, state)
@@ -143,24 +162,6 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
         why = "its client did not read" if request.is_paused else "its worker gave it back"
         request.timeline.note(SetBack(why))
         request.requeue()
-
-
-def _on_generated(request: Request, decode: DecodeReservation, event: Generated) -> None:
-    """Deliver tokens. Tokens after a stop string are dropped: the worker has not received the abort
-    yet."""
-    if request.output.is_over(event.index):
-        return
-    if problem := request.tickets.problem([event], None):
-        request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
-        return
-    if request.tickets.is_progress([event]):
-        request.crash_attribution.note_token(decode.worker)
-        request.num_retries = 0
-    request.attempt.mark_claimed(decode.worker)
-    if request.timeline.phase is not Phase.DECODE:
-        request.timeline.enter(Phase.DECODE, decode.worker.id)
-    request.output.stats.note_drafts(event.num_drafts, event.num_accepted)
-    request.deliver([event])
 
 
 def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:

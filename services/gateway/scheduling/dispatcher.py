@@ -28,7 +28,7 @@ from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
-from services.protocol.messages import RequestEvent
+from services.protocol.messages import DrainNotice, Event, LoadReport, Reserved
 from services.protocol.ticket import queue_order
 from services.runtime.errors import Draining, DuplicateRequest, QueueFull
 
@@ -231,7 +231,19 @@ class Dispatcher:
 
     # ── events of workers ────────────────────────────────────────────────────────────────────────
 
-    def on_event(self, sender: Worker, event: RequestEvent) -> None:
+    def on_event(self, sender: Worker, event: Event) -> None:
+        match event:
+            case LoadReport():
+                sender.report(event)
+                if sender.draining or self.num_waiting_for(sender.member.model):
+                    self._changes.notify()  # otherwise no request can go on because of this report
+                return
+            case DrainNotice():
+                sender.draining = True
+                self.on_change()
+                return
+            case Reserved():
+                sender.unresponsive = False
         if lookup := self._lookups.get(event.request_id):
             lookup.on_event(sender, event)
         request = self._requests.get(event.request_id)
@@ -247,10 +259,6 @@ class Dispatcher:
             lookup.on_lost(worker)
         for request in tuple(self._requests.values()):
             worker_events.on_lost(request, worker, died=died)
-
-    def on_report(self, worker: Worker) -> None:
-        if worker.draining or self.num_waiting_for(worker.member.model):
-            self._changes.notify()  # otherwise no request can go on because of this report
 
     def on_change(self) -> None:
         self._workers.look_again()

@@ -17,14 +17,7 @@ from blockstore.task_cancellation import cancel_task
 from quire.v1 import worker_pb2
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
-from services.protocol.messages import (
-    Command,
-    DrainNotice,
-    Event,
-    LoadReport,
-    RequestEvent,
-    Reserved,
-)
+from services.protocol.messages import Command, Event
 from services.protocol.version import LIBRARIES, spoken_with
 from services.protocol.worker_stream import Stream, StreamEnded, read, stream_type
 from services.runtime.errors import InvalidRequest, Unauthenticated, VersionMismatch
@@ -45,34 +38,15 @@ _NUM_SILENCE_CHECKS = 4
 class WorkerEventSink(Protocol):
     """Receives the events of all workers. Called in the event loop; must not block."""
 
-    def on_event(self, sender: Worker, event: RequestEvent) -> None: ...
+    def on_event(self, sender: Worker, event: Event) -> None: ...
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
         """The stream to `worker` ended. By contract the worker then releases or parks everything
         that came over the stream. It `died` if the stream broke while the worker was not
         draining."""
 
-    def on_report(self, worker: Worker) -> None:
-        """The worker reported its load."""
-
     def on_change(self) -> None:
-        """A worker connected, disconnected or began to drain."""
-
-
-def deliver(event: Event, worker: Worker, sink: WorkerEventSink) -> None:
-    """Note what an event says about its worker, and pass it on."""
-    match event:
-        case LoadReport():
-            worker.report(event)
-            sink.on_report(worker)
-        case Reserved():
-            worker.unresponsive = False
-            sink.on_event(worker, event)
-        case DrainNotice():
-            worker.draining = True
-            sink.on_change()
-        case _:
-            sink.on_event(worker, event)
+        """A worker connected or disconnected."""
 
 
 class WorkerConnection:
@@ -228,4 +202,4 @@ class WorkerConnection:
             message = await read(stream)
             self._has_message = True
             for event in self._stream_type.events(message):
-                deliver(event, self.worker, self._sink)
+                self._sink.on_event(self.worker, event)

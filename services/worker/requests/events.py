@@ -1,14 +1,12 @@
 """The events that a worker sends to a gateway: outputs of its engine, and early ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Protocol
 
 from services.engine.batch import Fault
-from services.engine.sequences.results import Token, Verified
-from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, WorkerEvent
-from services.protocol.ticket import Hypothesis, Ticket
+from services.protocol.messages import Failed, Requeued, RequeueReason, WorkerEvent
+from services.protocol.ticket import Ticket
 from services.runtime.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 
 
@@ -35,38 +33,6 @@ def poisoned(fault: Fault) -> Ending:
     if fault is Fault.GRAMMAR:
         return Ending(error=(InvalidRequest.code, f"this request has ended: {fault.value}"))
     return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
-
-
-def token_events(
-    ticket: Ticket, tokens: Sequence[Token], verified: Sequence[Verified] = ()
-) -> list[Generated]:
-    """One event for each run of tokens of a sequence, with the number of its drafts."""
-    counts = {one.index: (one.num_drafts, one.num_accepted) for one in verified}
-    events = []
-    for index, same in groupby(tokens, key=lambda token: token.index):
-        run = tuple(same)
-        num_drafts, num_accepted = counts.pop(index, (0, 0))
-        events.append(
-            Generated(
-                *ticket.key,
-                index,
-                run[0].position,
-                tuple(token.token for token in run),
-                run[-1].finish,
-                tuple(token.logprobs for token in run if token.logprobs is not None),
-                num_drafts=num_drafts,
-                num_accepted=num_accepted,
-            )
-        )
-    return events
-
-
-def hypothesis_events(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Generated]:
-    position = len(ticket.prompt_token_ids)
-    return [
-        Generated(*ticket.key, index, position, one.token_ids, one.finish_reason, score=one.score)
-        for index, one in enumerate(hypotheses)
-    ]
 
 
 class Session(Protocol):

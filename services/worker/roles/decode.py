@@ -266,7 +266,7 @@ class Decode(SingleRole[DecodeJob]):
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
         worker = self.worker
         ticket = job.ticket  # now: a detach may change the epoch before the commit
-        job.trace.note_step(len(advance.tokens))
+        job.trace.note_step(sum(len(one.token_ids) for one in advance.outputs))
         if advance.completed:
             worker.writer.put(lambda: worker.holders.commit(ticket, advance.completed))
         if advance.remaining is None:
@@ -280,10 +280,11 @@ class Decode(SingleRole[DecodeJob]):
             return []
         outputs = job.take_outputs(advance)
         worker.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in outputs))
-        for one in advance.verified:
-            worker.metrics.num_drafts.inc()
-            worker.metrics.num_draft_tokens.inc(one.num_drafts)
-            worker.metrics.num_accepted_tokens.inc(one.num_accepted)
+        for one in advance.outputs:
+            if one.num_drafts:
+                worker.metrics.num_drafts.inc()
+                worker.metrics.num_draft_tokens.inc(one.num_drafts)
+                worker.metrics.num_accepted_tokens.inc(one.num_accepted)
         return outputs
 
     def _drop(self, job: DecodeJob, index: int) -> None:

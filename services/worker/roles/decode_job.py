@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from services.engine.sequences.results import Advance
 from services.protocol.messages import Generated, Resume
 from services.protocol.ticket import Ticket
-from services.worker.requests.events import HANDED_OVER, hypothesis_events, token_events
+from services.worker.requests.events import HANDED_OVER
 from services.worker.requests.jobs import Job, State
 
 
@@ -60,11 +60,13 @@ class DecodeJob(Job):
         return can_move and is_named and self.ticket.digest == wanted.digest
 
     def take_outputs(self, advance: Advance) -> Sequence[Generated]:
-        """The outputs of one step for the gateway. Sequences that ended in it no longer live."""
-        ticket = self.ticket
-        if self.searches:
-            is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
-            return hypothesis_events(ticket, advance.hypotheses) or [is_running]
-        tokens = [token for token in advance.tokens if token.index in self.living]
-        self.living.difference_update(token.index for token in tokens if token.finish)
-        return token_events(ticket, tokens, advance.verified)
+        """The outputs of one step for the gateway. Sequences that ended in it no longer live. A
+        gateway that takes the request over gets no outputs of the attempt before: they are in the
+        ticket that it asked for."""
+        ticket, outputs = self.ticket, advance.outputs
+        if not self.searches:
+            outputs = [one for one in outputs if one.index in self.living]
+            self.living.difference_update(one.index for one in outputs if one.finish_reason)
+        elif not outputs:
+            outputs = [Generated(*ticket.key, 0, len(ticket.prompt_token_ids))]  # still running
+        return [one for one in outputs if one.attempt == ticket.attempt]

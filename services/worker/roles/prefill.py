@@ -24,9 +24,7 @@ from services.worker.requests.events import (
     STALE,
     Ending,
     Session,
-    hypothesis_events,
     report,
-    token_events,
 )
 from services.worker.requests.jobs import State
 from services.worker.roles.admission import Admission
@@ -229,10 +227,9 @@ class Prefill(SingleRole[PrefillJob]):
 
     def _on_advance(self, job: PrefillJob, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
-        job.trace.note_step(len(advance.tokens))
-        job.outputs += token_events(job.ticket, advance.tokens)
+        job.trace.note_step(len(advance.outputs))
+        job.outputs += advance.outputs
         job.prompt_logprobs += advance.prompt_logprobs
-        job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         job.embedding = advance.embedding
         self._commit(job, advance.completed)
         if advance.remaining is None:

@@ -40,13 +40,13 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = harness.workers
-    on_report = harness.assembly.dispatcher.on_report
+    on_event = harness.assembly.dispatcher.on_event
 
-    def fail_once(worker: Any) -> None:
-        monkeypatch.setattr(harness.assembly.dispatcher, "on_report", on_report)
+    def fail_once(*_: Any) -> None:
+        monkeypatch.setattr(harness.assembly.dispatcher, "on_event", on_event)
         raise RuntimeError("not thought of")
 
-    monkeypatch.setattr(harness.assembly.dispatcher, "on_report", fail_once)
+    monkeypatch.setattr(harness.assembly.dispatcher, "on_event", fail_once)
     await until(lambda: sum(worker.num_hellos for worker in workers) == 3)
     await finish(Call(harness.gateway, asked()))
 

@@ -76,7 +76,8 @@ def host(tmp_path: Path) -> Host:
 
 
 def drawn(outcome: StepOutcome) -> tuple[int, ...]:
-    return tuple(token.token for advance in outcome.advances for token in advance.tokens)
+    outputs = (one for advance in outcome.advances for one in advance.outputs)
+    return tuple(token for one in outputs for token in one.token_ids)
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> None:
@@ -123,11 +124,11 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
     host.step()
     host.step()
     (advance,) = host.step().advances
-    assert advance.tokens[0].finish is FinishReason.STOP
+    assert advance.outputs[0].finish_reason is FinishReason.STOP
     assert (advance.remaining, advance.freed) == (None, [])
     assert host.device.block_ids
     (advance,) = host.step().advances
-    assert (advance.tokens, advance.remaining) == ([], GroupState(()))
+    assert (advance.outputs, advance.remaining) == ([], GroupState(()))
     assert not host.device.block_ids
 
 

@@ -80,9 +80,8 @@ def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -
     detached, _ = engine_pair.prefilled(asked(3), range(5))
     outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
     assert (engine_pair.model.num_copies, engine_pair.arena.num_copied) == (1, 2)
-    assert [token.token for token in outcome.advances[0].tokens] == [
-        right(i, 2)[1] for i in range(3)
-    ]
+    drawn = [one.token_ids for one in outcome.advances[0].outputs]
+    assert drawn == [(right(i, 2)[1],) for i in range(3)]
     # 12 tokens and 2 ahead: one more block for each
     assert outcome.advances[0].wanted_blocks == 5 + 3
     assert tables(engine_pair.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
@@ -93,7 +92,7 @@ def test_the_last_user_of_a_shared_tail_writes_it_in_place(engine_pair: EnginePa
     detached, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(detached, spare=(), num_acquired=3)
     (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
-    assert [token.index for token in advance.tokens] == [1]
+    assert [one.index for one in advance.outputs] == [1]
     assert engine_pair.arena.num_copied == 0
     assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
 

@@ -160,7 +160,7 @@ def wrong_every(request: pytest.FixtureRequest) -> int:
 
 def drawn(outcomes: Seq[StepOutcome]) -> list[int]:
     advances = [advance for outcome in outcomes for advance in outcome.advances]
-    return [token.token for advance in advances for token in advance.tokens]
+    return [token for advance in advances for one in advance.outputs for token in one.token_ids]
 
 
 def asked(max_tokens: int = 30, **changes: Any) -> Ticket:
@@ -181,7 +181,7 @@ def test_tokens_and_stamps_are_those_without_drafts(
     assert drawn(outcomes) == RIGHT
     completed = [block for o in outcomes for a in o.advances for block, _ in a.completed]
     assert completed == list(range((len(PROMPT) + 29) // SIZE))
-    verified = [each for o in outcomes for a in o.advances for each in a.verified]
+    verified = [each for o in outcomes for a in o.advances for each in a.outputs]
     num_rejected = sum(each.num_drafts - each.num_accepted for each in verified)
     assert bool(num_rejected) is bool(wrong_every)
     assert sum(each.num_accepted for each in verified) == 30 - (host.model.num_steps)
@@ -215,7 +215,8 @@ def test_nothing_follows_a_draft_that_ends_the_text() -> None:
     one.launch(1, 0, (last,))
     assert group.retire(one, 1, (last, after), (last,)) == 1
     advance, _ = group.take_advance()
-    assert [(token.token, token.finish) for token in advance.tokens] == [(last, FinishReason.STOP)]
+    (output,) = advance.outputs
+    assert (output.token_ids, output.finish_reason) == ((last,), FinishReason.STOP)
     assert not group.sequences
 
 

@@ -82,9 +82,9 @@ def run(
         outcome = engine.step(commands)
         number += 1
         for advance in outcome.advances:
-            if advance.tokens:
+            if advance.outputs:
                 tokens = found.tokens.setdefault(advance.key, [])
-                tokens += [one.token for one in advance.tokens]
+                tokens += [token for one in advance.outputs for token in one.token_ids]
                 found.num_steps[advance.key] = found.num_steps.get(advance.key, 0) + 1
     found.num_ahead = device.num_ahead
     ends = [*stop_ids, -1 if poison is None else poison]
