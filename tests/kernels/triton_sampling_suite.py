@@ -25,6 +25,7 @@ from services.engine.sampling.sampling_batch import NOT_FINITE, SamplingBatch
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
+from services.engine.sequences.results import Advance
 from services.engine.sequences.sequence import Rules
 from services.engine.sequences.sequence import Sequence as EngineSequence
 from services.engine.speculation.draft_model import DraftModel
@@ -279,7 +280,7 @@ def engine_tokens(
         look_ahead=2,
         speculation=speculation,
     )
-    tokens: dict[str, list[int]] = {}
+    tokens, advances = dict[str, list[int]](), list[Advance]()
     for number in range(20):
         commands = []
         if number < len(kinds):
@@ -297,15 +298,12 @@ def engine_tokens(
             if not runs_ahead:
                 group.stay_behind()
             commands.append(Admit(group))
-        for advance in engine.step(commands).advances:
-            tokens.setdefault(advance.key, []).extend(
-                token for one in advance.outputs for token in one.token_ids
-            )
+        advances += engine.step(commands).advances
     while (outcome := engine.step()).is_busy:
-        for advance in outcome.advances:
-            tokens.setdefault(advance.key, []).extend(
-                token for one in advance.outputs for token in one.token_ids
-            )
+        advances += outcome.advances
+    for advance in advances:
+        found = tokens.setdefault(advance.key, [])
+        found += [token for one in advance.outputs for token in one.token_ids]
     return tokens, runner.num_ahead
 
 

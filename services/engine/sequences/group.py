@@ -295,16 +295,9 @@ class Group:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
-        self._advance.outputs.append(
-            Generated(
-                *self._attempt,
-                sequence.index,
-                position,
-                (token,),
-                finish,
-                () if logprobs is None else (logprobs,),
-            )
-        )
+        given = () if logprobs is None else (logprobs,)
+        output = Generated(*self._attempt, sequence.index, position, (token,), finish, given)
+        self._advance.outputs.append(output)
         if finish:
             self.end(sequence)
         elif self.one_token:
