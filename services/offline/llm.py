@@ -35,7 +35,7 @@ from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody
 from services.gateway.http.bodies.structured import StructuredOutputsBody
 from services.gateway.http.scoring import scores_of
-from services.gateway.output.delta import Delta, PositionLogprobs, PromptReport, joined
+from services.gateway.output.delta import Delta, PromptReport, joined
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
 from services.runtime.logging import configure_logging
@@ -257,15 +257,6 @@ class LLM:
     def _answer_all(
         self, requests: Sequence[R], answer: Callable[[R], Awaitable[T]], doing: str, use_tqdm: bool
     ) -> list[T]:
-        with tqdm(total=len(requests), desc=doing, disable=not use_tqdm) as bar:
-            return self.run(self._answers(requests, answer, bar.update))
-
-    async def _answers(
-        self,
-        requests: Sequence[R],
-        answer: Callable[[R], Awaitable[T]],
-        on_answer: Callable[[], object],
-    ) -> list[T]:
         async def one(numbered: tuple[int, R]) -> T:
             number, request = numbered
             try:
@@ -275,9 +266,10 @@ class LLM:
                 error.add_note(f"prompt {number} of {len(requests)}, counted from 0")
                 raise
             finally:
-                on_answer()
+                bar.update()
 
-        return await in_order(one, enumerate(requests), self.num_at_once)
+        with tqdm(total=len(requests), desc=doing, disable=not use_tqdm) as bar:
+            return self.run(in_order(one, enumerate(requests), self.num_at_once))
 
 
 @contextmanager
@@ -352,7 +344,7 @@ def _choice(whole: Delta, has_message: bool) -> Choice:
         token_ids=whole.token_ids,
         finish_reason=whole.finish_reason.value,
         stopped_by=whole.stopped_by,
-        logprobs=_logprobs(whole.logprobs),
+        logprobs=tuple(TokenLogprobs(one.chosen, one.top) for one in whole.logprobs),
         score=whole.score,
         message=CHAT_FORMAT.whole(whole.text, whole.parts)["message"] if has_message else None,
     )
@@ -362,7 +354,3 @@ def _prompt_logprobs(prompt: PromptReport) -> Iterator[TokenLogprobs]:
     for entries in prompt.entries():
         chosen, *top = (Candidate(*entry, prompt.tokens[entry[0]]) for entry in entries)
         yield TokenLogprobs(chosen, tuple(top))
-
-
-def _logprobs(found: Sequence[PositionLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(one.chosen, one.top) for one in found)
