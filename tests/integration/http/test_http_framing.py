@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from .conftest import FakeGenerator
+from .conftest import FakeGenerator, soon
 from .raw import HEALTH, connected, post
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -66,26 +66,45 @@ async def test_headers_have_64_kib(port: int, num_before: int, version: bytes) -
             assert (await connection.answer()).status == status
 
 
-@pytest.mark.parametrize("first", [HEALTH, post(PROMPT)])
-async def test_pipelined_requests_are_refused(
-    port: int, generator: FakeGenerator, first: bytes
-) -> None:
-    """Those that come together with an answer, and one that comes later with the connection's
-    end."""
+async def test_pipelined_requests_are_answered_in_turn(port: int, generator: FakeGenerator) -> None:
+    """If their client leaves, the one that is being answered ends, and the others do not begin."""
     async with connected(port) as connection:
-        connection.send(first + HEALTH * 10_000)
-        answer = await connection.answer()
-        assert (answer.status, answer.headers["connection"]) == (400, "close")
-        assert "one request after another" in answer.error["message"]
-        assert await connection.closed() == b""
-    assert generator.requests == []
+        connection.send(post(PROMPT) + HEALTH * 3)
+        statuses = [(await connection.answer()).status for _ in range(4)]
+        assert statuses == [200] * 4
     generator.pause_at = 1
-    async with connected(port) as connection:
-        connection.send(post(PROMPT))
-        await generator.paused.wait()
-        connection.send(HEALTH)
+    async with soon():
+        async with connected(port) as connection:
+            connection.send(post(PROMPT) + post(PROMPT))
+            await generator.paused.wait()
         await generator.closed.wait()
-        assert await connection.closed() == b""
+    assert len(generator.requests) == 2
+
+
+async def test_java_clients_are_answered(port: int, generator: FakeGenerator) -> None:
+    """Java's client offers HTTP/2 with each request. A client that leaves ends its request."""
+    request = post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\n")
+    async with connected(port) as connection, soon():
+        for _ in range(2):
+            connection.send(request)
+            assert (await connection.answer()).status == 200
+        generator.pause_at = 1
+        generator.closed.clear()
+        connection.send(request[:-4])
+        await asyncio.sleep(0)
+        connection.send(request[-4:])
+        await generator.paused.wait()
+        connection.writer.transport.abort()
+        await generator.closed.wait()
+
+
+async def test_a_stream_to_http_1_0_ends_with_its_connection(port: int) -> None:
+    body = b'{"prompt": "Hi", "stream": true}'
+    async with connected(port) as connection:
+        connection.send(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, events = (await connection.closed()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert events.endswith(b"data: [DONE]\n\n")
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
