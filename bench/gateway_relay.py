@@ -43,7 +43,7 @@ from quire.v1 import inference_pb2_grpc
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import Generator
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
@@ -83,7 +83,7 @@ async def run_gateway(
         entry = member(role, f"{role}-1", SPEC, model_dir, port, num_slots)
         await registry.announce(entry, ttl_s=1e6)
     metrics = RequestMeters(CollectorRegistry())
-    async with start_gateway(store, registry, SECRET, GatewayOptions(), metrics) as assembly:
+    async with start_gateway(store, registry, SECRET, PartOptions(), metrics) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.num_changes, 0.1)
         async with _listening(front, assembly.gateway) as port:

@@ -21,7 +21,7 @@ from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.request.metrics import RequestMeters
 from services.gateway.wiring import start_gateway
 from services.gateway.workers.connection import WorkerEventSink
@@ -71,7 +71,7 @@ async def measure(args: argparse.Namespace, model_dir: str) -> float:
         await registry.announce(entry, 3600.0)
     metrics = RequestMeters(CollectorRegistry())
     secret = Secret(bytes(32))
-    async with start_gateway(store, registry, secret, GatewayOptions(), metrics, connect) as wiring:
+    async with start_gateway(store, registry, secret, PartOptions(), metrics, connect) as wiring:
         while len(connections) < args.workers:
             await wiring.changes.wait(wiring.changes.num_changes)
         began, used = time.perf_counter(), time.process_time()

@@ -7,19 +7,13 @@ from pydantic import Field, field_validator
 
 from quire.choices import ReasoningParser, ToolCallParser
 from quire.options.flag import Flag
-from quire.options.shared import (
-    AdapterOptions,
-    Options,
-    SeveralTexts,
-    TraceOptions,
-    split_by_commas,
-)
+from quire.options.shared import Options, SeveralTexts, split_by_commas
 
 _NETWORK = Flag(panel="Network")
 
 
-class RequestOptions(AdapterOptions):
-    """The options that say how the gateway treats requests."""
+class GatewayOptions(Options):
+    """The options that say how gateways treat requests, and which clients reach them."""
 
     generation_config: Annotated[str, Flag("auto|vllm|DIR", panel="Network")] = Field(
         default="auto",
@@ -60,7 +54,6 @@ class RequestOptions(AdapterOptions):
         description="report to every client how many of its prompt's tokens were cached; without "
         "it, [only to requests with a cache_salt](requests.md#what-a-client-may-send)",
     )
-
     per_request_metrics: Annotated[bool, _NETWORK] = Field(
         default=False,
         description="give every answer [its own figures](requests.md#figures-of-one-request); "
@@ -73,25 +66,6 @@ class RequestOptions(AdapterOptions):
         description="share of each pool's blocks that all clients together may "
         "[retain](../cache.md); 0: none",
     )
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def _adapters(cls, value: object) -> object:
-        """Raises ValueError if the text is not name=directory, or if a name occurs twice."""
-        pairs = split_by_commas(value)
-        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
-            return pairs
-        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
-        if not all(name and directory for name, directory in found):
-            raise ValueError(f"{value!r} is not name=directory, by commas")
-        if len({name for name, _ in found}) < len(found):
-            raise ValueError("a name of an adapter twice")
-        return tuple(found)
-
-
-class ListenerOptions(Options):
-    """The options that say which clients reach the gateway, and how."""
-
     allowed_hosts: Annotated[SeveralTexts, Flag("LIST", panel="Network")] = Field(
         default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
@@ -144,6 +118,16 @@ class ListenerOptions(Options):
                 )
         return hosts
 
-
-class GatewayOptions(RequestOptions, ListenerOptions, TraceOptions):
-    """All of them."""
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _adapters(cls, value: object) -> object:
+        """Raises ValueError if the text is not name=directory, or if a name occurs twice."""
+        pairs = split_by_commas(value)
+        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
+            return pairs
+        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
+        if not all(name and directory for name, directory in found):
+            raise ValueError(f"{value!r} is not name=directory, by commas")
+        if len({name for name, _ in found}) < len(found):
+            raise ValueError("a name of an adapter twice")
+        return tuple(found)

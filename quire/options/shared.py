@@ -19,16 +19,18 @@ SeveralTexts = Annotated[tuple[str, ...], BeforeValidator(split_by_commas)]
 
 
 class Options(BaseModel):
-    """Options of a service."""
-
-
-class TraceOptions(Options):
-    """The options of services that report spans."""
+    """The options that workers and gateways have."""
 
     otlp_endpoint: Annotated[str | None, Flag("URL", panel="Network")] = Field(
         default=None,
         description="collector of [traces](observing.md#traces), OTLP over gRPC: http://HOST:4317, "
         "or https://; none: no traces",
+    )
+    max_loras: Annotated[int, Flag("N")] = Field(
+        default=8, ge=0, description="most [LoRA adapters](../lora.md) at a time; 0: none"
+    )
+    max_lora_rank: Annotated[int, Flag("N")] = Field(
+        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
     )
 
     @field_validator("otlp_endpoint")
@@ -38,14 +40,3 @@ class TraceOptions(Options):
         if url is not None and (scheme not in ("http", "https") or not address.strip("/")):
             raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:4317")
         return url
-
-
-class AdapterOptions(Options):
-    """The options of services that know LoRA adapters."""
-
-    max_loras: Annotated[int, Flag("N")] = Field(
-        default=8, ge=0, description="most [LoRA adapters](../lora.md) at a time; 0: none"
-    )
-    max_lora_rank: Annotated[int, Flag("N")] = Field(
-        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
-    )

@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
 from quire.options.flag import Flag
-from quire.options.shared import AdapterOptions, TraceOptions
+from quire.options.shared import Options
 from quire.sizes import duration, memory_size
 from quire.speculative_config import SpeculativeConfig, check_speculative_config
 
 
-class WorkerOptions(AdapterOptions, TraceOptions):
+class WorkerOptions(Options):
     """A size is text, such as 2GiB."""
 
     pool_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(

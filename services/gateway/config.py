@@ -7,18 +7,18 @@ from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
-from quire.options.gateway import ListenerOptions, RequestOptions
+from quire.options.gateway import GatewayOptions
 from quire.options.shared import SeveralTexts
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
 from services.gateway.workers.models.model_names import parse_aliases
-from services.runtime.config import env_prefix
+from services.runtime.config import ServiceSettings, env_prefix
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles, given_files, service_tls
-from services.runtime.tracing.opening import TracedSettings, check_tracing
+from services.runtime.tracing.opening import check_tracing
 
 
-class UserOptions(RequestOptions):
+class UserOptions(GatewayOptions):
     """The settings that the gateway's parts need, also where no service runs them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +54,7 @@ class UserOptions(RequestOptions):
     )
 
 
-class GatewayOptions(UserOptions):
+class PartOptions(UserOptions):
     """The users' settings, and durations that are the same in every deployment: they follow from
     each other and from how often workers report, and a wrong one ends what is healthy. Tests
     shorten them."""
@@ -75,7 +75,7 @@ class GatewayOptions(UserOptions):
     """How long a request pauses for a client that does not read. Its blocks stay held meanwhile."""
 
 
-class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
+class GatewaySettings(ServiceSettings, UserOptions):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
@@ -115,7 +115,7 @@ class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
     )
 
     def check(self) -> None:
-        check_tracing(self)
+        check_tracing(self, self.otlp_endpoint)
         parse_aliases(self.model_aliases)
         self.keyring(CollectorRegistry())
         for files in (service_tls(self), self.public_tls()):
@@ -123,9 +123,9 @@ class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
                 files.check()
 
     @property
-    def options(self) -> GatewayOptions:
+    def options(self) -> PartOptions:
         """The settings of the gateway's parts."""
-        return GatewayOptions(**{name: getattr(self, name) for name in UserOptions.model_fields})
+        return PartOptions(**{name: getattr(self, name) for name in UserOptions.model_fields})
 
     def public_tls(self) -> TlsFiles | None:
         """The files for connections of clients. Raises StartupError."""

@@ -22,7 +22,7 @@ from services.gateway.chat.admission import admit, check_priority
 from services.gateway.chat.embeddings import admit_embedding
 from services.gateway.chat.outputs import open_output
 from services.gateway.chat.prompts import check_token_ids, tokenize_prompt
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
@@ -61,7 +61,7 @@ class Gateway:
         dispatcher: Dispatcher,
         changes: ChangeNotifier,
         request_metrics: RequestMeters,
-        options: GatewayOptions,
+        options: PartOptions,
         explainer: Explainer,
         tracer: "Tracer | None" = None,
         adapters: GatewayAdapters | None = None,

@@ -85,7 +85,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             metrics_endpoint(settings, metrics, health, shares_port=settings.http_fd is not None)
         )
         request_metrics = RequestMeters(metrics)
-        tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
+        tracer = stack.enter_context(
+            open_tracer(settings, settings.otlp_endpoint, settings.trace_ratio)
+        )
         wiring = await stack.enter_async_context(
             start_gateway(
                 *(store, registry, secret, settings.options, request_metrics),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.gateway import Gateway
 from services.gateway.output.parser.choice import Parsers
 from services.gateway.request.metrics import RequestMeters, outcome_of
@@ -74,7 +74,7 @@ async def start_gateway(
     store: BlockStore,
     registry: Registry,
     secret: Secret,
-    options: GatewayOptions,
+    options: PartOptions,
     request_metrics: RequestMeters,
     connect: Connect | None = None,
     tls: TlsFiles | None = None,

@@ -21,7 +21,7 @@ from services.pool.sizing import check_capacity
 from services.runtime.config import PoolServiceSettings
 from services.runtime.errors import StartupError
 from services.runtime.numa.topology import parse_cpus
-from services.runtime.tracing.opening import TracedSettings, check_tracing
+from services.runtime.tracing.opening import check_tracing
 from services.worker.computed_kind import computed_kind, is_dequantized, kind_to_make
 from services.worker.draft_config import draft_config
 from services.worker.preflight import check_cache, check_pool, check_quantize
@@ -30,7 +30,7 @@ _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 _SEQS, _SEQS_ON_GPU = 64, 256
 
 
-class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
+class WorkerSettings(WorkerOptions, PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     service: ClassVar[Literal["prefill", "decode"]]
@@ -195,7 +195,7 @@ class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
         """Raises StartupError if there is no checkpoint, if these settings do not fit it (ranks,
         quantization, context, draft model), if the pool has no room or no memory, or if the cache
         directory cannot be used."""
-        check_tracing(self)
+        check_tracing(self, self.otlp_endpoint)
         self.check_speculation()
         config = read_model_config(self.model).for_context(self.max_model_len)
         self.check_ranks(config)

@@ -65,7 +65,7 @@ async def make_parts(
     """Make the parts of a worker on `pools`: its own, and its swap pool if it has one. `stack`
     closes them."""
     limits, own = loaded.limits, pools[0]
-    tracer = stack.enter_context(open_tracer(settings))
+    tracer = stack.enter_context(open_tracer(settings, settings.otlp_endpoint))
     registry = CollectorRegistry()
     stack.enter_context(metrics_endpoint(settings, registry, health))
     metrics, swap_pool = WorkerMetrics(registry), None

@@ -29,7 +29,7 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
 from services.engine.batch import Row, RowOutput, RowResult
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.grpc.service import InferenceService
 from services.gateway.http.app import create_app
@@ -126,7 +126,7 @@ class Deployment:
                 self.store,
                 self.registry,
                 SECRET,
-                GatewayOptions(poll_s=0.05, silence_s=60.0, client_priority=True),
+                PartOptions(poll_s=0.05, silence_s=60.0, client_priority=True),
                 RequestMeters(CollectorRegistry()),
             )
         )

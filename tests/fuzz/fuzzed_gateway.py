@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.gateway import Gateway
 from services.gateway.request.metrics import RequestMeters
 from services.gateway.request.records import Records
@@ -142,7 +142,7 @@ class FuzzedGateway:
         self.connections = [FakeConnection(fake, str(self.directory)) for fake in fakes]
         directory = SettledDirectory(store, self.connections, self.directory)
         request_metrics = RequestMeters(CollectorRegistry())
-        options = GatewayOptions(reserve_timeout_s=0.5)
+        options = PartOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
             directory,
             router := Router(store, b"secret"),

@@ -24,7 +24,7 @@ from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.speculation import Speculation
 from services.gateway.access.caller import LOCAL_OPERATOR
 from services.gateway.api import GenerationRequest, RetainDirective
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import InferenceService
 from services.gateway.request.metrics import RequestMeters
@@ -111,7 +111,7 @@ class ExactnessDeployment:
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )
-        router, options = Router(self.store, b"secret"), GatewayOptions(max_loras=1)
+        router, options = Router(self.store, b"secret"), PartOptions(max_loras=1)
         self.dispatcher = Dispatcher(
             *(self.directory, router, self.registry, options, changes),
             *(request_metrics.record_end, Movers(b"").pull),

@@ -15,7 +15,7 @@ from services.gateway.request.timeline import Timeline
 from services.gateway.request.trace import RequestTrace
 from services.runtime.errors import StartupError
 from services.runtime.tracing import tracer as tracer_module
-from services.runtime.tracing.opening import TracedSettings, check_tracing, open_tracer
+from services.runtime.tracing.opening import check_tracing, open_tracer
 from services.runtime.tracing.tracer import Tracer
 from tests.collector import Collector, collecting
 
@@ -37,7 +37,7 @@ sys.modules["opentelemetry"] = None
 import services.gateway.process, services.worker.process
 from services.runtime.tracing.opening import open_tracer
 from services.gateway.config import GatewaySettings
-with open_tracer(GatewaySettings()) as tracer:
+with open_tracer(GatewaySettings(), None) as tracer:
     assert tracer is None
 assert "services.runtime.tracing.tracer" not in sys.modules
 """
@@ -48,13 +48,13 @@ def test_endpoint_without_opentelemetry_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "services.runtime.tracing.tracer")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(StartupError, match=r"QUIRE_GATEWAY_OTLP_ENDPOINT .*quire-serve\[tracing\]"):
-        check_tracing(GatewaySettings(otlp_endpoint=NOBODY))
+        check_tracing(GatewaySettings(), NOBODY)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "http://", "ftp://host:1", ""])
 def test_endpoint_that_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is not a URL such as"):
-        TracedSettings(otlp_endpoint=url)
+        GatewaySettings(otlp_endpoint=url)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_endpoint_that_is_no_url_is_refused(url: str) -> None:
 def test_the_client_decides_and_else_the_ratio(
     traceparent: str, ratio: float, is_sampled: bool
 ) -> None:
-    with open_tracer(TracedSettings(otlp_endpoint=NOBODY), ratio) as tracer:
+    with open_tracer(GatewaySettings(), NOBODY, ratio) as tracer:
         assert tracer is not None
         span = tracer.start("request", traceparent, {})
         assert span.is_recording() is is_sampled

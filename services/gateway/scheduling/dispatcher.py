@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from blockstore.registry import Registry
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.identity import client_id
 from services.gateway.request import worker_events
 from services.gateway.request.events import MAX_LISTED, Holders
@@ -56,7 +56,7 @@ class Dispatcher:
         workers: WorkerDirectory,
         router: Router,
         registry: Registry,
-        options: GatewayOptions,
+        options: PartOptions,
         changes: ChangeNotifier,
         on_end: Callable[[Request, Exception | None], None],
         pull: Pull,

@@ -10,7 +10,7 @@ See ADR 30.
 import asyncio
 from typing import NoReturn
 
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.request import sending
 from services.gateway.request.events import SlotsAwaited, WorkersAwaited
 from services.gateway.request.request import Request
@@ -40,7 +40,7 @@ class Placement:
         self,
         workers: WorkerDirectory,
         router: Router,
-        options: GatewayOptions,
+        options: PartOptions,
         changes: ChangeNotifier,
         retention: Retention,
     ) -> None:

@@ -15,7 +15,7 @@ from blockstore.store import NO_TENANT
 from quire.types import RetainAnswer
 from services.gateway.access.caller import Caller
 from services.gateway.api import RetainDirective, RetainedPrefix
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.request.request import Request
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
@@ -30,7 +30,7 @@ MAX_SHOWN = 20
 class Retention:
     """Retains prefixes, lists them and drops them."""
 
-    def __init__(self, router: Router, workers: WorkerDirectory, options: GatewayOptions) -> None:
+    def __init__(self, router: Router, workers: WorkerDirectory, options: PartOptions) -> None:
         self._router = router
         self._store = router.store
         self._workers = workers

@@ -16,7 +16,7 @@ from typing import NoReturn
 from blockstore.errors import BlockStoreError
 from blockstore.registry import AdapterList
 from quire.names import name_problem
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.config.model_config import ModelConfig
@@ -48,7 +48,7 @@ class GatewayAdapters:
         self,
         listed: AdapterList,
         models: Callable[[], Mapping[str, ModelConfig]],
-        options: GatewayOptions,
+        options: PartOptions,
     ) -> None:
         self._listed = listed
         self._models = models

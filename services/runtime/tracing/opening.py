@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from quire.options.shared import TraceOptions
 from services.runtime.config import ServiceSettings, env_prefix
 from services.runtime.errors import StartupError
 
@@ -16,13 +15,9 @@ if TYPE_CHECKING:
     from services.runtime.tracing.tracer import Tracer
 
 
-class TracedSettings(ServiceSettings, TraceOptions):
-    """Settings of services that report spans."""
-
-
-def check_tracing(settings: TracedSettings) -> None:
+def check_tracing(settings: ServiceSettings, endpoint: str | None) -> None:
     """Raises StartupError if the service has an endpoint and OpenTelemetry is not installed."""
-    if settings.otlp_endpoint is None:
+    if endpoint is None:
         return
     try:
         import services.runtime.tracing.tracer  # noqa: F401
@@ -34,17 +29,19 @@ def check_tracing(settings: TracedSettings) -> None:
 
 
 @contextmanager
-def open_tracer(settings: TracedSettings, ratio: float = 1.0) -> "Iterator[Tracer | None]":
+def open_tracer(
+    settings: ServiceSettings, endpoint: str | None, ratio: float = 1.0
+) -> "Iterator[Tracer | None]":
     """The service's tracer; None without an endpoint. `ratio` is the share of requests to trace if
     their clients do not decide that themselves. Raises StartupError if OpenTelemetry is not
     installed."""
-    if settings.otlp_endpoint is None:
+    if endpoint is None:
         yield None
         return
-    check_tracing(settings)
+    check_tracing(settings, endpoint)
     from services.runtime.tracing.tracer import Tracer
 
-    tracer = Tracer(settings.otlp_endpoint, settings.service, ratio)
+    tracer = Tracer(endpoint, settings.service, ratio)
     try:
         yield tracer
     finally:

@@ -19,7 +19,7 @@ from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
 from services.gateway.access.guards import KeyGuard
 from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.config import GatewayOptions
+from services.gateway.config import PartOptions
 from services.gateway.gateway import Gateway
 from services.gateway.grpc.service import SERVICE_NAME, InferenceService
 from services.gateway.http.app import create_app
@@ -79,9 +79,7 @@ def write_model(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-OPTIONS = GatewayOptions(
-    poll_s=0.01, silence_s=5.0, client_priority=True, report_cached_tokens=True
-)
+OPTIONS = PartOptions(poll_s=0.01, silence_s=5.0, client_priority=True, report_cached_tokens=True)
 
 
 @dataclass
@@ -111,11 +109,11 @@ class GatewayHarness:
         await until(lambda: other.connected() == self.connected())
         return other
 
-    async def open(self, options: GatewayOptions) -> None:
+    async def open(self, options: PartOptions) -> None:
         await self.store.register_pool(SPEC)
         await self.assemble(options)
 
-    async def assemble(self, options: GatewayOptions) -> None:
+    async def assemble(self, options: PartOptions) -> None:
         self.metrics = RequestMeters(self.request_metrics)
         self.assembly = await self.stack.enter_async_context(
             start_gateway(self.store, self.registry, SECRET, options, self.metrics)

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
-from services.gateway.config import GatewayOptions, GatewaySettings
+from services.gateway.config import GatewaySettings, PartOptions
 from services.gateway.workers.adapters import GatewayAdapters
 from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from services.model.checkpoint.reading import read_model_config
@@ -59,7 +59,7 @@ def gateway(
     max_loras: int = 2,
     initial: tuple[tuple[str, str], ...] = (),
 ) -> GatewayAdapters:
-    options = GatewayOptions(max_loras=max_loras, max_lora_rank=8, lora=initial)
+    options = PartOptions(max_loras=max_loras, max_lora_rank=8, lora=initial)
     return GatewayAdapters(registry, lambda: {"base": config}, options)
 
 
@@ -154,7 +154,7 @@ async def test_a_model_with_the_name_of_an_adapter_is_logged_once(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
     models = {"base": config}
-    one = GatewayAdapters(registry, lambda: models, GatewayOptions(max_loras=2))
+    one = GatewayAdapters(registry, lambda: models, PartOptions(max_loras=2))
     await one.load("poet", str(adapter))
     models["poet"] = config
     with capture_logs() as logs:
@@ -171,7 +171,7 @@ async def test_aliases_of_models(
     """An alias names the base model, and no adapter takes its name."""
     models = {"base": config, "other": config}
     one = GatewayAdapters(
-        registry, lambda: models, GatewayOptions(max_loras=2, model_aliases=("b=base",))
+        registry, lambda: models, PartOptions(max_loras=2, model_aliases=("b=base",))
     )
     assert (await one.load("poet", str(adapter), "b")).model == "base"
     with pytest.raises(InvalidRequest, match="b is the name of a model"):
@@ -192,7 +192,7 @@ async def test_gateway_is_ready_once_the_adapters_of_the_start_are_served(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
     models: dict[str, ModelConfig] = {}
-    options = GatewayOptions(max_loras=2, lora=(("poet", str(adapter)),))
+    options = PartOptions(max_loras=2, lora=(("poet", str(adapter)),))
     one = GatewayAdapters(registry, lambda: models, options)
     ready = asyncio.Event()
     watching = asyncio.create_task(one.watch(ready.set))
