@@ -88,7 +88,7 @@ class WorkerOptions(Options):
     isa: Isa = Field(
         default="auto",
         description="instruction set of the backend cpu, the same for all workers of a host; auto: "
-        "[the fastest](cpu.md#cpus) here, measured where that is in doubt",
+        "[the fastest](cpu.md#cpus) that the CPU has, by its vendor",
     )
     quantize: Quantize = Field(
         default="auto",
