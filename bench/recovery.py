@@ -315,7 +315,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sampled", action="store_true", help="draws instead of greedy tokens")
     args = parser.parse_args()
-    os.environ["QUIRE_GATEWAY_REBALANCE_S"] = "0"
     for role in ("PREFILL", "DECODE"):
         os.environ[f"QUIRE_{role}_METRICS_PORT"] = "0"
     sizes = ("--decode", "2") if args.what == "crash" else ()

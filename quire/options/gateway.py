@@ -94,19 +94,6 @@ class GatewayOptions(Options):
         description="origins, by commas, whose web pages may call the HTTP API; *: all; default: "
         "none",
     )
-    stream_ping_s: Annotated[float, Flag("SECONDS", "--stream-ping", "Network")] = Field(
-        default=15.0,
-        ge=0,
-        description="how long an HTTP stream may be silent before it sends a comment, so that "
-        "proxies do not cut it; 0: it sends none",
-    )
-    trace_ratio: Annotated[float, Flag("SHARE", panel="Network")] = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="share of the requests to trace whose client has sent no traceparent; one that "
-        "has is traced if it says so",
-    )
 
     @field_validator("allowed_hosts")
     @classmethod

@@ -115,8 +115,6 @@ def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> Child
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
     }
-    if index == 0:
-        settings["METRICS_DIRECTORY"] = str(metrics_directory(Path(settings["RUN_DIR"])))
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     name = f"gateway-{index + 1}" if index else "gateway"
@@ -130,7 +128,7 @@ def _service(
     prefix = f"QUIRE_{module.upper()}_"
     environment = {prefix + setting: value for setting, value in settings.items()}
     sockets = metrics_directory(Path(settings["RUN_DIR"])) / module.replace("_", "-")
-    reads_all = "METRICS_DIRECTORY" in settings
+    reads_all = module == "gateway" and number == 0
     return ChildSpec(
         name=name,
         command=tuple(service_command(module)),

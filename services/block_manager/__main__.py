@@ -37,6 +37,8 @@ log = get_logger(__name__)
 
 _ANNOUNCE_INTERVAL_S = 1.0
 _TTL_S = 5.0
+_DRAIN_TIMEOUT_S = 5.0
+"""How long a worker may take to answer a drain. An answer takes milliseconds."""
 
 
 def main() -> None:
@@ -88,9 +90,7 @@ async def _serve(
     tls = service_tls(settings)
     server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id), tls=tls, health=health)
     last_audits = LastAudits()
-    service = BlockManagerService(
-        runner, member_id, rpc_key, settings.drain_timeout_s, last_audits, tls
-    )
+    service = BlockManagerService(runner, member_id, rpc_key, _DRAIN_TIMEOUT_S, last_audits, tls)
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start(settings.host, settings.port)
     member = Member(

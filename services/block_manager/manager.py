@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from services.block_manager.auditor import Auditor, LastAudits
-from services.block_manager.config import BlockManagerSettings
+from services.block_manager.config import BlockManagerSettings, Timing
 from services.block_manager.fencer import Fencer
 from services.block_manager.gpu.keeper import Keeper
 from services.block_manager.gpu.processes import AllProcesses, GpuProcesses
@@ -37,10 +37,11 @@ class BlockManager:
         metrics: PoolMetrics,
         last_audits: LastAudits,
         listed: GpuProcesses | None = None,
+        timing: Timing | None = None,
     ) -> None:
         """`listed` lists the processes of GPUs; None asks their drivers."""
         root: Path = settings.pool_root
-        self._settings = settings
+        self._timing = timing or Timing()
         self._runner = runner
         self._metrics = metrics
         listed, processes = listed or AllProcesses(), WorkerProcesses()
@@ -61,7 +62,7 @@ class BlockManager:
 
     async def run(self) -> None:
         """Run all loops until cancelled."""
-        audit_s = self._settings.audit_interval_s
+        audit_s = self._timing.audit_interval_s
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._keeper.run())
             loops.create_task(self._watcher.run(self._pause_s))
@@ -72,7 +73,7 @@ class BlockManager:
     def _pause_s(self) -> float:
         """Seconds until the next round. It is longer while no pool has requests, no worker starts
         and nothing is wrong. Deaths are noticed without a round."""
-        scan_s = self._settings.scan_interval_s
+        scan_s = self._timing.scan_interval_s
         is_quiet = self._is_idle and not (self._sweeper.has_suspects or self._fencer.has_suspects)
         return IDLE_SCANS * scan_s if is_quiet else scan_s
 
@@ -87,7 +88,7 @@ class BlockManager:
             if check not in self._running or self._running[check].done():
                 running = self._runner.run_once(partial(check, seen))
                 self._running[check] = loops.create_task(running)
-        await asyncio.wait(self._running.values(), timeout=self._settings.scan_interval_s)
+        await asyncio.wait(self._running.values(), timeout=self._timing.scan_interval_s)
         self._is_idle = seen.is_idle
 
     async def _reap_worker(self, directory: PoolDirectory, worker_id: str) -> None:

@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from quire.options.gateway import GatewayOptions
 from quire.options.shared import SeveralTexts
+from quire.supervisor.run_directory import metrics_directory
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
 from services.gateway.workers.models.model_names import parse_aliases
@@ -41,9 +42,6 @@ class UserOptions(GatewayOptions):
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
     )
-    rebalance_s: float = Field(
-        default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
-    )
     target_ttft_s: float = Field(
         default=1.0,
         gt=0,
@@ -71,6 +69,8 @@ class PartOptions(UserOptions):
     silence_s: float = 2.0
     """How long a worker may say nothing before it is given up. An idle worker reports every 1 to
     1.25 s."""
+    rebalance_s: float = 1.0
+    """How often decode workers' loads are compared, as often as workers report; 0: never."""
     read_window_s: float = 10.0
     """How long a request pauses for a client that does not read. Its blocks stay held meanwhile."""
 
@@ -92,10 +92,6 @@ class GatewaySettings(ServiceSettings, UserOptions):
         "sets it, so that another gateway process can take this one's place (`quire upgrade`): the "
         "gRPC port may then be shared, too",
     )
-    metrics_directory: Path | None = Field(
-        default=None,
-        description="directory of other services' sockets of metrics, which /metrics has too",
-    )
     dashboard: DashboardSetting = Field(
         default="auto",
         description="the [dashboard](observing.md#dashboard) at / of http_port: auto shows it to "
@@ -113,6 +109,12 @@ class GatewaySettings(ServiceSettings, UserOptions):
         default=None,
         description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
+
+    @property
+    def metrics_directory(self) -> Path | None:
+        """The directory of other services' sockets of metrics, which /metrics has too; None if
+        another gateway reads this one's socket."""
+        return None if self.metrics_socket else metrics_directory(self.run_dir)
 
     def check(self) -> None:
         check_tracing(self, self.otlp_endpoint)

@@ -85,9 +85,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             metrics_endpoint(settings, metrics, health, shares_port=settings.http_fd is not None)
         )
         request_metrics = RequestMeters(metrics)
-        tracer = stack.enter_context(
-            open_tracer(settings, settings.otlp_endpoint, settings.trace_ratio)
-        )
+        tracer = stack.enter_context(open_tracer(settings, settings.otlp_endpoint))
         wiring = await stack.enter_async_context(
             start_gateway(
                 *(store, registry, secret, settings.options, request_metrics),
@@ -313,7 +311,6 @@ class _Listeners:
             allowed_hosts=settings.allowed_hosts,
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
-            stream_ping_s=settings.stream_ping_s,
             more_routes=more_routes,
         )
         limits = ConnectionLimits(

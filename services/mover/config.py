@@ -23,19 +23,16 @@ class MoverSettings(PoolServiceSettings):
         description="how long another pool keeps blocks for this mover without a renewal",
     )
     pull_timeout_s: float = Field(
-        20.0, gt=0, description="how long 64 MiB of a copy may take before it is given up"
-    )
-    landing_timeout_s: float = Field(
-        10.0,
+        20.0,
         gt=0,
-        description="how long a copy that was given up may still write; then the process ends",
+        description="how long 64 MiB of a copy may take before it is given up; if it still writes "
+        "after half as long again, the process ends",
     )
-    probe_size: str = Field("16MiB", description="how much a bandwidth probe reads")
     min_bandwidth: str = Field(
         "100MiB", description="bytes a second below which another pool counts as slow"
     )
 
-    @field_validator("probe_size", "min_bandwidth")
+    @field_validator("min_bandwidth")
     @classmethod
     def _check_size(cls, text: str) -> str:
         parse_size(text)

@@ -80,7 +80,7 @@ class Mover:
         pull = Pull(
             *(self._transport, source, self._target, ticket),
             self._settings.pull_timeout_s,
-            self._settings.landing_timeout_s,
+            self._settings.pull_timeout_s / 2,
         )
         answer: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         over = asyncio.Event()

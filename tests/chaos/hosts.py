@@ -40,7 +40,7 @@ POOLS = {
 GATEWAYS = ("a1", "b1")
 REDIS_PORT = 7390
 POOL_MEMORY = 16 << 20
-MOVER = {"LOG_LEVEL": "debug", "LEASE_S": "3", "PULL_TIMEOUT_S": "4", "LANDING_TIMEOUT_S": "2"}
+MOVER = {"LOG_LEVEL": "debug", "LEASE_S": "3", "PULL_TIMEOUT_S": "4"}
 SETTINGS = {
     "mover": MOVER,
     "decode": {"MAX_NUM_SEQS": "6"},

@@ -28,7 +28,7 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it may")
 
 REDIS_PORT, GATEWAY_PORT = 7390, 7391
-MOVER = {"LOG_LEVEL": "debug", "LEASE_S": "3", "PULL_TIMEOUT_S": "4", "LANDING_TIMEOUT_S": "2"}
+MOVER = {"LOG_LEVEL": "debug", "LEASE_S": "3", "PULL_TIMEOUT_S": "4"}
 
 
 @dataclass

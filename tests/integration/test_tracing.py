@@ -68,9 +68,11 @@ def test_endpoint_that_is_no_url_is_refused(url: str) -> None:
     ],
 )
 def test_the_client_decides_and_else_the_ratio(
-    traceparent: str, ratio: float, is_sampled: bool
+    traceparent: str, ratio: float, is_sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_tracer(GatewaySettings(), NOBODY, ratio) as tracer:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", str(ratio))
+    with open_tracer(GatewaySettings(), NOBODY) as tracer:
         assert tracer is not None
         span = tracer.start("request", traceparent, {})
         assert span.is_recording() is is_sampled
@@ -82,7 +84,7 @@ def test_unreachable_collector_costs_spans_and_a_line(
 ) -> None:
     """The queue is bounded, no call waits, and the service ends without a delay."""
     monkeypatch.setattr(tracer_module, "MAX_QUEUED_SPANS", 600)
-    tracer = Tracer(NOBODY, "gateway", 1.0)
+    tracer = Tracer(NOBODY, "gateway")
     started = time.monotonic()
     for _ in range(2000):
         tracer.start("request", "", {}).end()
@@ -94,7 +96,7 @@ def test_unreachable_collector_costs_spans_and_a_line(
 
 
 def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Collector) -> None:
-    tracer = Tracer(collector.address, "gateway", 1.0)
+    tracer = Tracer(collector.address, "gateway")
     request = GenerationRequest((ChatMessage("user", "hidden"),))
     trace = RequestTrace(tracer, request, "request-1")
     timeline = Timeline(trace)
@@ -120,7 +122,7 @@ def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Co
 
 
 def test_request_whose_client_left_in_admission_is_a_span(collector: Collector) -> None:
-    tracer = Tracer(collector.address, "gateway", 1.0)
+    tracer = Tracer(collector.address, "gateway")
     trace = RequestTrace(tracer, GenerationRequest("text"), "request-1")
     trace.cancel()
     tracer.close()
@@ -129,7 +131,7 @@ def test_request_whose_client_left_in_admission_is_a_span(collector: Collector) 
 
 
 def test_refused_request_is_a_failed_span(collector: Collector) -> None:
-    tracer = Tracer(collector.address, "gateway", 1.0)
+    tracer = Tracer(collector.address, "gateway")
     trace = RequestTrace(tracer, GenerationRequest("text"), "request-1")
     trace.refuse(StartupError("n is 0"), "invalid_request")
     tracer.close()

@@ -29,11 +29,8 @@ def check_tracing(settings: ServiceSettings, endpoint: str | None) -> None:
 
 
 @contextmanager
-def open_tracer(
-    settings: ServiceSettings, endpoint: str | None, ratio: float = 1.0
-) -> "Iterator[Tracer | None]":
-    """The service's tracer; None without an endpoint. `ratio` is the share of requests to trace if
-    their clients do not decide that themselves. Raises StartupError if OpenTelemetry is not
+def open_tracer(settings: ServiceSettings, endpoint: str | None) -> "Iterator[Tracer | None]":
+    """The service's tracer; None without an endpoint. Raises StartupError if OpenTelemetry is not
     installed."""
     if endpoint is None:
         yield None
@@ -41,7 +38,7 @@ def open_tracer(
     check_tracing(settings, endpoint)
     from services.runtime.tracing.tracer import Tracer
 
-    tracer = Tracer(endpoint, settings.service, ratio)
+    tracer = Tracer(endpoint, settings.service)
     try:
         yield tracer
     finally:

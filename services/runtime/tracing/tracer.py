@@ -14,7 +14,6 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -33,9 +32,10 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class Tracer:
-    """The tracer of one process. A child span is sampled if its parent is."""
+    """The tracer of one process. A child span is sampled if its parent is; other spans as the SDK's
+    variable OTEL_TRACES_SAMPLER says, and all without it."""
 
-    def __init__(self, endpoint: str, service: str, ratio: float) -> None:
+    def __init__(self, endpoint: str, service: str) -> None:
         resource = Resource.create(
             {
                 "service.namespace": "quire",
@@ -44,8 +44,7 @@ class Tracer:
                 "service.instance.id": f"{gethostname()}:{os.getpid()}",
             }
         )
-        sampler = ParentBased(TraceIdRatioBased(ratio))
-        self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint, timeout=_SEND_LIMIT_S)
         batches = self._exporter, MAX_QUEUED_SPANS, _SEND_INTERVAL_MS, _BATCH
         self._provider.add_span_processor(BatchSpanProcessor(*batches))

@@ -15,7 +15,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import AuditReport
 from blockstore.registry import Member
 from services.block_manager.auditor import LastAudits
-from services.block_manager.config import BlockManagerSettings
+from services.block_manager.config import BlockManagerSettings, Timing
 from services.block_manager.gpu.processes import GpuProcesses
 from services.block_manager.manager import BlockManager
 from services.block_manager.rounds import Connection, RoundRunner
@@ -134,16 +134,20 @@ def host(tmp_path: Path) -> Iterator[PoolHost]:
 
 @asynccontextmanager
 async def managed(
-    host: PoolHost, listed: GpuProcesses | None = None, **settings: float
+    host: PoolHost,
+    listed: GpuProcesses | None = None,
+    audit_interval_s: float = 10.0,
+    **settings: float,
 ) -> AsyncIterator[None]:
     """The block manager runs during the block; nothing is overdue unless `settings` say so."""
-    usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
+    usual = {"fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
         RoundRunner(host.connection, host.connect),
         PoolMetrics(host.metrics),
         LastAudits(),
         listed,
+        Timing(0.02, audit_interval_s),
     )
     running = asyncio.create_task(manager.run())
     try:

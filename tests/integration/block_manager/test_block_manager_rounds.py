@@ -9,7 +9,7 @@ import pytest
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolStats
 from services.block_manager.auditor import LastAudits
-from services.block_manager.config import BlockManagerSettings
+from services.block_manager.config import BlockManagerSettings, Timing
 from services.block_manager.manager import IDLE_SCANS, BlockManager
 from services.block_manager.rounds import RoundRunner
 from services.runtime.metrics import PoolMetrics
@@ -28,12 +28,13 @@ async def one_round(manager: BlockManager, host: PoolHost) -> float:
 
 @pytest.fixture
 def manager(host: PoolHost) -> BlockManager:
-    settings = BlockManagerSettings(pool_root=host.root, scan_interval_s=SCAN_S)  # type: ignore[call-arg]
+    settings = BlockManagerSettings(pool_root=host.root)
     return BlockManager(
         settings,
         RoundRunner(host.connection, host.connect),
         PoolMetrics(host.metrics),
         LastAudits(),
+        timing=Timing(SCAN_S),
     )
 
 

@@ -13,7 +13,8 @@ _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2
 """Characters that clients such as httpx take for the end of a line, and their JSON escapes."""
 
 DEFAULT_STREAM_PING_S = 15.0
-"""Proxies end a connection that is silent for 30 to 60 s."""
+"""How long a stream may be silent before it sends a comment, since proxies end a connection that is
+silent for 30 to 60 s."""
 _HEADERS_AFTER_S = 1.0
 """The time for which a stream without an event keeps its headers back, since nearly all errors come
 sooner and can still set the status."""
