@@ -1,8 +1,8 @@
 """Settings of the mover."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from quire.sizes import parse_size
@@ -28,12 +28,7 @@ class MoverSettings(PoolServiceSettings):
         description="how long 64 MiB of a copy may take before it is given up; if it still writes "
         "after half as long again, the process ends",
     )
-    min_bandwidth: str = Field(
-        "100MiB", description="bytes a second below which another pool counts as slow"
+    min_bandwidth: Annotated[int, BeforeValidator(parse_size)] = Field(
+        "100MiB",
+        description="bytes a second below which another pool counts as slow",
     )
-
-    @field_validator("min_bandwidth")
-    @classmethod
-    def _check_size(cls, text: str) -> str:
-        parse_size(text)
-        return text

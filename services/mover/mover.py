@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from blockstore.errors import BlockStoreError, WorkerFenced
 from blockstore.registry import Member, Registry
-from quire.sizes import parse_size
 from services.mover.config import MoverSettings
 from services.mover.own_pool import OwnPool
 from services.mover.pull import Pull, PullFailed, Target
@@ -241,7 +240,7 @@ class Mover:
 
     def _show_bandwidth(self, source: Source) -> None:
         pool_id, bytes_per_s = source.pool_id, source.bytes_per_s
-        is_slow = bytes_per_s < parse_size(self._settings.min_bandwidth)
+        is_slow = bytes_per_s < self._settings.min_bandwidth
         self._metrics.bandwidth.labels(pool_id).set(bytes_per_s)
         self._metrics.slow.labels(pool_id).set(is_slow)
         if is_slow:
