@@ -65,9 +65,7 @@ def running(checkpoint: Path, folder: Path, pool_memory: int, link: str) -> Iter
             for role in ("prefill", "decode") if name == "a" else ("decode",):
                 host.start(role)
             host.wait_for("decode", "worker_ready")
-            host.start(
-                "mover",
-            )
+            host.start("mover")
         for host in hosts:
             host.wait_for("mover", "source_joined")
         hosts[0].start("gateway", PORT=str(_GATEWAY_PORT), HTTP_PORT="none")

@@ -153,8 +153,7 @@ def observed(
     """1 worker of each kind with a LoRA adapter and room for two; all services expose metrics, and
     requests are traced if their client asks for that."""
     lora = ("--lora", f"poet={adapters['poet']}", "--max-loras", "2")
-    traces = ("--otlp-endpoint", collector.address)
-    options = ("--pool-memory", str(POOL_MEMORY), *lora, *traces)
+    options = "--pool-memory", str(POOL_MEMORY), *lora, "--otlp-endpoint", collector.address
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")

@@ -27,7 +27,7 @@ SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_byt
 def write(run_dir: Path, **settings: str) -> "subprocess.CompletedProcess[str]":
     given = {f"QUIRE_CREDENTIALS_{name}": text for name, text in settings.items()}
     return subprocess.run(
-        [sys.executable, "-m", "services.credentials"],
+        [sys.executable, "-m", "services.block_manager.credentials"],
         env=os.environ | given | {"QUIRE_CREDENTIALS_RUN_DIR": str(run_dir)},
         capture_output=True,
         text=True,

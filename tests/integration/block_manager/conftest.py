@@ -134,12 +134,10 @@ def host(tmp_path: Path) -> Iterator[PoolHost]:
 
 @asynccontextmanager
 async def managed(
-    host: PoolHost,
-    listed: GpuProcesses | None = None,
-    audit_interval_s: float = 10.0,
-    **settings: float,
+    host: PoolHost, listed: GpuProcesses | None = None, **settings: float
 ) -> AsyncIterator[None]:
     """The block manager runs during the block; nothing is overdue unless `settings` say so."""
+    timing = Timing(0.02, settings.pop("audit_interval_s", 600))
     usual = {"fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
@@ -147,7 +145,7 @@ async def managed(
         PoolMetrics(host.metrics),
         LastAudits(),
         listed,
-        Timing(0.02, audit_interval_s),
+        timing,
     )
     running = asyncio.create_task(manager.run())
     try:

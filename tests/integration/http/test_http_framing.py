@@ -14,6 +14,8 @@ from .raw import HEALTH, connected, post
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 PROMPT = b'{"prompt": "Hi"}'
+JAVA = post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\n")
+"""Java's client offers HTTP/2 with each request."""
 
 
 @pytest.mark.parametrize(
@@ -66,45 +68,32 @@ async def test_headers_have_64_kib(port: int, num_before: int, version: bytes) -
             assert (await connection.answer()).status == status
 
 
-async def test_pipelined_requests_are_answered_in_turn(port: int, generator: FakeGenerator) -> None:
+@pytest.mark.parametrize("asked", [post(PROMPT), JAVA])
+async def test_pipelined_requests_are_answered_in_turn(
+    port: int, generator: FakeGenerator, asked: bytes
+) -> None:
     """If their client leaves, the one that is being answered ends, and the others do not begin."""
     async with connected(port) as connection:
-        connection.send(post(PROMPT) + HEALTH * 3)
-        statuses = [(await connection.answer()).status for _ in range(4)]
-        assert statuses == [200] * 4
+        connection.send(asked + HEALTH * 3)
+        assert [(await connection.answer()).status for _ in range(4)] == [200] * 4
     generator.pause_at = 1
+    generator.closed.clear()
     async with soon():
         async with connected(port) as connection:
-            connection.send(post(PROMPT) + post(PROMPT))
+            connection.send(asked[:-4])
+            await asyncio.sleep(0)
+            connection.send(asked[-4:] + asked)
             await generator.paused.wait()
         await generator.closed.wait()
     assert len(generator.requests) == 2
 
 
-async def test_java_clients_are_answered(port: int, generator: FakeGenerator) -> None:
-    """Java's client offers HTTP/2 with each request. A client that leaves ends its request."""
-    request = post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\n")
-    async with connected(port) as connection, soon():
-        for _ in range(2):
-            connection.send(request)
-            assert (await connection.answer()).status == 200
-        generator.pause_at = 1
-        generator.closed.clear()
-        connection.send(request[:-4])
-        await asyncio.sleep(0)
-        connection.send(request[-4:])
-        await generator.paused.wait()
-        connection.writer.transport.abort()
-        await generator.closed.wait()
-
-
 async def test_a_stream_to_http_1_0_ends_with_its_connection(port: int) -> None:
-    body = b'{"prompt": "Hi", "stream": true}'
     async with connected(port) as connection:
-        connection.send(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        head, _, events = (await connection.closed()).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head.lower()
-    assert events.endswith(b"data: [DONE]\n\n")
+        connection.send(post(b'{"prompt": "Hi", "stream": true}').replace(b"/1.1", b"/1.0"))
+        answer = await connection.closed()
+    assert b"chunked" not in answer.lower()
+    assert answer.endswith(b"data: [DONE]\n\n")
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
@@ -114,7 +103,7 @@ async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
     chance = random.Random(14)
     requests = [
         *(HEALTH, post(PROMPT), CHUNKED + b"5;a=b\r\nhello\r\n0\r\nA: b\r\n\r\n"),
-        *(post(b"", length=2**40), post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade\r\n")),
+        *(post(b"", length=2**40), JAVA),
         *(b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"),
     ]
     mistakes = [

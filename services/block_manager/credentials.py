@@ -1,5 +1,5 @@
-"""`python -m services.credentials`: writes the credentials of a deployment without `quire serve`
-(docker-compose.yml), before its services start.
+"""`python -m services.block_manager.credentials` writes the credentials of a deployment without
+`quire serve` (docker-compose.yml), before its services start.
 
 RUN_DIR/secret           the deployment's secret
 RUN_DIR/redis-password   the password of the Redis user `quire`
@@ -25,12 +25,7 @@ from services.runtime.config import ServiceSettings
 from services.runtime.errors import StartupError
 from services.runtime.logging import get_logger
 from services.runtime.process import run_service
-from services.runtime.secret import (
-    FILE_NAME,
-    deployment_secret,
-    shared_secret,
-    write_private,
-)
+from services.runtime.secret import FILE_NAME, deployment_secret, shared_secret, write_private
 
 log = get_logger(__name__)
 
