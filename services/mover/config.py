@@ -29,6 +29,6 @@ class MoverSettings(PoolServiceSettings):
         "after half as long again, the process ends",
     )
     min_bandwidth: Annotated[int, BeforeValidator(parse_size)] = Field(
-        "100MiB",
+        "100MiB",  # type: ignore[assignment]  # read as any other value
         description="bytes a second below which another pool counts as slow",
     )

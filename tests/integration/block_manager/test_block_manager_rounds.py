@@ -28,7 +28,7 @@ async def one_round(manager: BlockManager, host: PoolHost) -> float:
 
 @pytest.fixture
 def manager(host: PoolHost) -> BlockManager:
-    settings = BlockManagerSettings(pool_root=host.root)
+    settings = BlockManagerSettings(pool_root=host.root)  # type: ignore[call-arg]
     return BlockManager(
         settings,
         RoundRunner(host.connection, host.connect),
