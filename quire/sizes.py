@@ -20,8 +20,9 @@ def parse_size(text: str) -> int:
 
 
 def memory_size(text: str) -> str:
-    """Return `text` if it is a size, which the worker parses again. Raises ValueError if not."""
-    parse_size(text)
+    """Return `text` if it is a size, or empty for none. Raises ValueError if not."""
+    if text:
+        parse_size(text)
     return text
 
 

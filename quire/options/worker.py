@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
 from quire.options.flag import Flag
@@ -14,16 +14,19 @@ from quire.options.shared import Options
 from quire.sizes import duration, memory_size
 from quire.speculative_config import SpeculativeConfig, check_speculative_config
 
+Size = Annotated[str, AfterValidator(memory_size), Flag("SIZE", parser=memory_size)]
+"""A size as text, such as 2GiB; empty if there is none."""
+
 
 class WorkerOptions(Options):
-    """A size is text, such as 2GiB."""
+    """The options of both roles."""
 
-    pool_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
+    pool_memory: Size = Field(
         default="",
         description="the pool's KV memory, such as 2GiB; the first worker of a host creates the "
         "pool; default: half of what is free beside the weights (1GiB for the demo model)",
     )
-    swap_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
+    swap_memory: Size = Field(
         default="",
         description="size of the swap pool, to which [preempted requests](cpu.md#preemption) are "
         "copied; default: there is none",
@@ -34,9 +37,7 @@ class WorkerOptions(Options):
         "outlive the pool and the run: [a tier below memory](cpu.md#a-tier-below-memory); none: "
         "there is no such tier",
     )
-    cache_bytes: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
-        default="10GiB", description="the most that cache_directory may hold"
-    )
+    cache_bytes: Size = Field(default="10GiB", description="the most that cache_directory may hold")
     preemption: Preemption = Field(
         default="auto",
         description="how requests are preempted; auto: swap where that costs less, by measured "
@@ -163,6 +164,13 @@ class WorkerOptions(Options):
         '"num_speculative_tokens": 5} for drafts of a smaller model, with "draft_kv_memory" for '
         "its KV; the backend cpu only; default: no drafts",
     )
+
+    @field_validator("preemption")
+    @classmethod
+    def _check_swap(cls, preemption: Preemption, others: ValidationInfo) -> Preemption:
+        if preemption == "swap" and not others.data.get("swap_memory"):
+            raise ValueError("swap, but there is no swap_memory to swap to")
+        return preemption
 
     @field_validator("quantize", mode="before")
     @classmethod

@@ -85,7 +85,7 @@ def offline_settings(**values: Any) -> WorkerSettings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "settings"
-        raise StartupError(f"{name}: {first['msg']}") from error
+        raise StartupError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 class OfflineEngine:

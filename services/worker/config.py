@@ -176,20 +176,18 @@ class WorkerSettings(WorkerOptions, PoolServiceSettings):
     @property
     def pool_bytes(self) -> int | None:
         """The size of the pool; None takes half of the memory that is free beside the weights."""
-        return _parse_bytes("pool_memory", self.pool_memory)
+        return parse_size(self.pool_memory) if self.pool_memory else None
 
     @property
     def swap_bytes(self) -> int | None:
         """The size of the swap pool; None if there is none."""
-        num_bytes = _parse_bytes("swap_memory", self.swap_memory)
-        if self.preemption == "swap" and num_bytes is None:
-            raise StartupError("preemption is swap, but there is no swap_memory to swap to")
-        return None if self.preemption == "recompute" else num_bytes
+        has_none = self.preemption == "recompute" or not self.swap_memory
+        return None if has_none else parse_size(self.swap_memory)
 
     @property
     def cache_budget(self) -> int:
         """The most bytes of the cache directory."""
-        return _parse_bytes("cache_bytes", self.cache_bytes) or 0
+        return parse_size(self.cache_bytes or "0")
 
     def check(self) -> None:
         """Raises StartupError if there is no checkpoint, if these settings do not fit it (ranks,
@@ -258,13 +256,6 @@ class PrefillSettings(WorkerSettings):
 class DecodeSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_DECODE_")
     service: ClassVar[Literal["prefill", "decode"]] = "decode"
-
-
-def _parse_bytes(name: str, size: str) -> int | None:
-    try:
-        return parse_size(size) if size else None
-    except ValueError as error:
-        raise StartupError(f"{name}: {error}") from error
 
 
 def _parse_cpus(text: str) -> tuple[int, ...]:

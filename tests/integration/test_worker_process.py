@@ -190,8 +190,8 @@ def test_a_worker_that_waits_to_rejoin_ends_at_once(
         ({"SWAP_MEMORY": "999TiB"}, 2, "error: pool memory and swap memory are 999.00 TiB "),
         ({"POOL_MEMORY": "1KiB"}, 2, "error: pool memory 1.00 KiB (1024 bytes) is too small: "),
         ({"MAX_MODEL_LEN": "1000000"}, 2, "error: max_model_len 1000000 is beyond the model's"),
-        ({"POOL_MEMORY": "much"}, 2, "error: pool_memory: 'much' is not a size"),
-        ({"PREEMPTION": "swap"}, 2, "error: preemption is swap, but there is no swap_memory"),
+        ({"POOL_MEMORY": "much"}, 2, "error: bad configuration: QUIRE_DECODE_POOL_MEMORY: 'much'"),
+        ({"PREEMPTION": "swap"}, 2, "error: bad configuration: QUIRE_DECODE_PREEMPTION: swap,"),
         ({"MODEL": "/nowhere"}, 2, "error: /nowhere: no such checkpoint directory"),
     ],
 )
