@@ -1,11 +1,11 @@
 """Drafters whose proposals are right or wrong on purpose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.engine.forward import Flight, known
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.payoff import Drafting
+from services.engine.speculation.payoff import Payoff
 from services.engine.speculation.speculation import Drafter, Speculation
 
 Next = Callable[[Sequence, list[int]], int | None]
@@ -19,23 +19,17 @@ class Oracle:
     one."""
 
     def __init__(self, next_token: Next, wrong_every: int = 0) -> None:
-        self.runs_ahead = self.catches_up = False
+        self.runs_ahead = False
         self._next_token = next_token
         self._wrong_every = wrong_every
-        self.num_proposed = 0
 
     def chances(self, sequence: Sequence, most: int) -> list[float]:
         return [1.0] * most
 
-    def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
-        return [number for _, number in asked]
-
     def propose(
-        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
-    ) -> list[tuple[int, ...]]:
-        found = [self._drafts(sequence, number) for sequence, number in asked]
-        self.num_proposed += sum(map(len, found))
-        return found
+        self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
+    ) -> tuple[dict[Sequence, tuple[int, ...]], bool]:
+        return {one: self._drafts(one, number) for one, number in asked.items()}, False
 
     def _drafts(self, sequence: Sequence, number: int) -> tuple[int, ...]:
         tokens = list(sequence.tokens)
@@ -62,14 +56,14 @@ class SometimesWrong:
     def __init__(self, drafter: Drafter, wrong_every: int) -> None:
         self._wrong_every = wrong_every
         self._drafter = drafter
-        self.runs_ahead = self.catches_up = False
-        self.chances, self.prepare = drafter.chances, drafter.prepare
+        self.runs_ahead = False
+        self.chances = drafter.chances
 
     def propose(
-        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
-    ) -> list[tuple[int, ...]]:
-        found = zip(asked, self._drafter.propose(asked), strict=True)
-        return [self._changed(sequence, known(drafts)) for (sequence, _), drafts in found]
+        self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
+    ) -> tuple[dict[Sequence, tuple[int, ...]], bool]:
+        found, catches_up = self._drafter.propose(asked, may_catch_up=may_catch_up)
+        return {one: self._changed(one, known(drafts)) for one, drafts in found.items()}, catches_up
 
     def _changed(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(
@@ -78,17 +72,21 @@ class SometimesWrong:
         )
 
 
-class AsMany:
+class AsMany(Payoff):
     """Allows as many drafts as possible, whether they pay or not."""
 
-    may_catch_up = True
-
-    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
+    def numbers(self, chances: Seq[Seq[float]]) -> list[int]:
         return [len(row) for row in chances]
 
     def measured(
-        self, num_rows: int, num_drafts: int, num_accepted: int, duration_s: float, spent: Drafting
-    ) -> None: ...
+        self,
+        num_rows: int,
+        num_drafts: int,
+        num_accepted: int,
+        duration_s: float,
+        catches_up: bool = False,
+    ) -> None:
+        """Learn nothing."""
 
 
 def oracle(next_token: Next, num_tokens: int = 4, wrong_every: int = 3) -> Speculation:

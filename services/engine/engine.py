@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.results import Advance
-from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Speculation
 from services.pool.stamps import Stamps
 
@@ -44,8 +43,10 @@ class LaunchedStep:
     groups: Mapping[str, Group]
     """All groups with blocks that the step reads or writes."""
     began: float
-    spent: Drafting
-    """The time that its drafts took since `began`, and for which the device waited."""
+    catches_up: bool
+    """Whether the drafter computed tokens that it lacked since `began`."""
+    idle_s: float
+    """How long the device waited for the launch; 0 if it computed the step before until then."""
 
 
 class RetiredStep(NamedTuple):
@@ -128,11 +129,11 @@ class Engine:
                 self._forward.on_idle()
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
-        spent = Drafting()
+        catches_up = False
         if self._speculation is not None:
             behind = self._launched[-1].flight if self._launched else None
             budget = self._scheduler.budget
-            batch, spent = self._speculation.with_drafts(batch, budget, behind)
+            batch, catches_up = self._speculation.with_drafts(batch, budget, behind)
         rows = [
             one.sequence.launch(one.num_tokens, place, one.drafts)
             for place, one in enumerate(batch)
@@ -140,13 +141,13 @@ class Engine:
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
         self._check_fence()
         flight = self._forward.launch(rows, pairs, num_waiting)
-        if not self._launched and not flight.is_complete:
-            spent = replace(spent, launching_s=time.perf_counter() - began)
+        is_idle = not self._launched and not flight.is_complete
+        idle_s = time.perf_counter() - began if is_idle else 0.0
         groups = {group.key: group for group, _ in copied}
         groups |= {one.group.key: one.group for one in batch}
         for group in groups.values():
             group.num_flights += 1
-        self._launched.append(LaunchedStep(flight, batch, groups, began, spent))
+        self._launched.append(LaunchedStep(flight, batch, groups, began, catches_up, idle_s))
         return True
 
     def _take_needed(self) -> list[LaunchedStep]:
@@ -220,7 +221,9 @@ class Engine:
         duration_s = self._retired_at - began
         self._batching_delay.observe(num_tokens, duration_s)
         if self._speculation is not None:
-            self._speculation.retired(step.batch, num_accepted, duration_s, step.spent)
+            self._speculation.retired(
+                step.batch, num_accepted, duration_s, step.idle_s, step.catches_up
+            )
         has_prompts = any(one.num_tokens > 1 or one.group.one_token for one in step.batch)
         return RetiredStep(num_tokens, duration_s, has_prompts)
 

@@ -1,24 +1,28 @@
-"""A moving average."""
+"""Moving averages of durations, and of the share of drafts that are accepted."""
 
 from dataclasses import dataclass
+
+_WINDOW = 32
+"""The number of values in an average: few enough to follow a text and a machine that change, and
+enough that three wrong drafts in a row do not end useful ones."""
+_FIRST_ACCEPTANCE = 0.7
+"""The share of drafts that are accepted before any was verified: high enough that some are tried
+where they cost much."""
 
 
 @dataclass(slots=True)
 class Average:
     """The mean of the last values; older ones fade."""
 
-    value: float
-    """A guess at first, which counts as two values."""
-    window: int
-    """How many values count."""
-    weight: float = 2
+    value: float = 0.0
+    weight: int = 0
+    """The number of values that `value` stands for."""
 
     def add(self, value: float) -> None:
-        self.weight = min(self.weight + 1, self.window)
+        self.weight = min(self.weight + 1, _WINDOW)
         self.value += (value - self.value) / self.weight
 
-    def approach(self, value: float, share: float, aging: float = 0.0) -> None:
-        """Move the average by `share` of its distance to `value`, because a speed that was measured
-        long ago may have changed. The earlier values lose the share `aging` of their weight."""
-        self.value += share * (value - self.value)
-        self.weight *= 1 - aging
+
+def acceptance() -> Average:
+    """The share of accepted drafts; the guess at first counts as two drafts."""
+    return Average(_FIRST_ACCEPTANCE, 2)

@@ -1,7 +1,7 @@
 """Drafts by a small model with the target's vocabulary, which keeps KV of its own."""
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -10,10 +10,13 @@ from weakref import WeakKeyDictionary, finalize
 from services.engine.batch import UNKNOWN_TOKEN, Draw, Fault, Row, RowOutput, RowResult
 from services.engine.forward import Drafts, Flight, PendingDrafts, known
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.average import Average
+from services.engine.speculation.average import Average, acceptance
 
 Compute = Callable[[Seq[Row]], Seq[RowResult]]
 """Computes rows with the draft model, and stores their KV in its blocks."""
+
+Asked = Mapping[Sequence, int]
+"""The number of drafts that each sequence may get at most."""
 
 Launch = Callable[[Seq[Row]], Flight]
 """Launches rows of the draft model, on the worker's device."""
@@ -21,23 +24,10 @@ Launch = Callable[[Seq[Row]], Flight]
 CHUNK, CHUNK_ON_DEVICE = 64, 512
 """The most tokens that catch up in a step."""
 
-_AT_MOST_BEHIND = 2
-"""After a step in which all drafts were accepted: the last draft, and the token drawn behind it."""
-
-_FIRST_CHANCE = 0.7
-_MOST_DRAFTS = 64
-"""How many drafts make a chance, of a sequence and of all of them. Of a few, a chance would often
-be so low by accident that none were tried any more."""
-_RETURN, _REVIVAL = 0.05, 0.0002
-"""Shares of a distance. With each step of a sequence without drafts, its own chance returns by the
-first share towards the chance of all sequences, if it is lower, and that chance by the second share
-towards `_FIRST_CHANCE`. So drafts that failed are tried again now and then: in the long run
-that costs at most _REVIVAL * _FIRST_CHANCE * _MOST_DRAFTS of the time, 0.9 %."""
-
 
 @dataclass(slots=True)
 class _Cache:
-    """The draft model's KV of a sequence, and the chance of its drafts.
+    """The draft model's KV of a sequence, and how many of its drafts are accepted.
 
     tokens       |--------- tokens of the sequence ---------|
     KV computed  |==================================|            num_computed
@@ -50,23 +40,25 @@ class _Cache:
     the earlier step were accepted.
     """
 
-    chance: Average
+    acceptance: Average = field(default_factory=acceptance)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafted: deque[Drafts] = field(default_factory=deque)
     """The drafts of each step whose drafts were not verified; the drafts of the first of these
     steps are behind num_computed tokens."""
 
-    def verify(self, sequence: Sequence) -> list[bool]:
-        """Which drafts of retired steps have become tokens, up to the first of each step that has
-        not. Counts their KV, but not the KV of the last token: the next draft is drawn after it."""
-        right, tokens = list[bool](), sequence.tokens
+    def verify(self, sequence: Sequence) -> None:
+        """Learn which drafts of retired steps have become tokens, up to the first of each step that
+        has not. Counts their KV, but not the KV of the last token: the next draft is drawn after
+        it."""
+        tokens = sequence.tokens
         while self.drafted and len(tokens) > self.num_computed:
             begin, drafts = self.num_computed, known(self.drafted.popleft())
             new = tokens[begin : begin + len(drafts)]
             found = [draft == token for draft, token in zip(drafts, new, strict=False)]
             num_right = [*found, False].index(False)
-            right += found[: num_right + 1]
+            for is_right in found[: num_right + 1]:
+                self.acceptance.add(is_right)
             num_stored = min(num_right, max(len(drafts) - 1, 0))
             if self.drafted:
                 num_stored = min(num_right + 1, len(tokens) - begin)
@@ -75,14 +67,13 @@ class _Cache:
             self.drafted.clear()
         if not self.drafted:
             self.num_computed = min(self.num_computed, len(tokens) - 1)
-        return right
 
     def is_behind(self, sequence: Sequence) -> bool:
-        """Whether other tokens have to be computed before those of the next drafts' first pass."""
+        """Whether other tokens have to be computed before the next drafts' first pass, which takes
+        up to two tokens: the last draft, if all were accepted, and the token drawn behind it."""
         if sequence.num_unknown > 1:  # behind drafts in flight: the first pass needs two tokens
             return not self.drafted
-        at_most_behind = 1 if sequence.num_unknown else _AT_MOST_BEHIND
-        return len(sequence.tokens) - self.num_computed > at_most_behind
+        return len(sequence.tokens) + min(sequence.num_unknown, 1) - self.num_computed > 2
 
     def next_row(self, tokens: Seq[int], most: int) -> Row:
         """The next tokens to compute, without the last one."""
@@ -130,7 +121,6 @@ class DraftModel:
         """`launch` is of a device that computes beside the engine. `runs_ahead`: the device can
         move rows by a number of tokens that only it knows."""
         self.runs_ahead = runs_ahead
-        self.catches_up = False
         self._compute = compute
         self._launch = launch
         self._block_size = block_size
@@ -138,92 +128,81 @@ class DraftModel:
         self._free = list(range(num_blocks))
         self._caches: WeakKeyDictionary[Sequence, _Cache] = WeakKeyDictionary()
         """In the order of their last use."""
-        self._chance = Average(_FIRST_CHANCE, _MOST_DRAFTS)
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
 
     def chances(self, sequence: Sequence, most: int) -> list[float]:
-        cache = self._caches.get(sequence)
-        if cache is None:
-            return _powers(max(self._chance.value, _FIRST_CHANCE), most)
-        right = cache.verify(sequence)
-        for is_right in right:
-            cache.chance.add(is_right)
-            self._chance.add(is_right)
-        if not right:
-            self._chance.approach(_FIRST_CHANCE, _REVIVAL)
-            if self._chance.value > cache.chance.value:
-                cache.chance.approach(self._chance.value, _RETURN)
-        return _powers(cache.chance.value, most)
+        cache = self._caches.get(sequence) or _Cache()
+        cache.verify(sequence)
+        return [cache.acceptance.value**number for number in range(1, most + 1)]
 
-    def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
+    def propose(
+        self, asked: Asked, behind: Flight | None = None, *, may_catch_up: bool = True
+    ) -> tuple[dict[Sequence, Drafts], bool]:
         """Compute at most a chunk of tokens of sequences that are behind. Those still behind get no
         drafts, nor do those without blocks, or at the end of the context."""
-        chunk = CHUNK_ON_DEVICE if self._launch else CHUNK
-        left, rows = chunk * may_catch_up, list[Row]()
-        numbers, kept = [], {sequence for sequence, _ in asked}
-        for sequence, most in asked:
+        launch, ready, rows = self._launch, dict[Sequence, int](), list[Row]()
+        left = (CHUNK_ON_DEVICE if launch else CHUNK) * may_catch_up
+        for sequence, most in asked.items():
             cache, tokens = self._cache(sequence), sequence.tokens
             num_tokens = len(tokens) + sequence.num_unknown
             number = min(most, self._context + 1 - num_tokens)
-            can_run = number > 0 and (left > 0 or not cache.is_behind(sequence))
-            has_blocks = can_run and self._reserve(cache, num_tokens + number - 1, kept)
-            if has_blocks and cache.is_behind(sequence) and cache.num_computed < len(tokens) - 1:
+            if number <= 0 or (left <= 0 and cache.is_behind(sequence)):
+                continue
+            if not self._reserve(cache, num_tokens + number - 1, asked):
+                continue
+            if cache.is_behind(sequence) and cache.num_computed < len(tokens) - 1:
                 rows.append(cache.next_row(tokens, left))
                 left -= len(rows[-1].token_ids)
-            numbers.append(number if has_blocks and not cache.is_behind(sequence) else 0)
-        self.catches_up = self.runs_ahead and bool(rows)
-        if self.catches_up and self._launch:
-            self._launch(rows)
+            if not cache.is_behind(sequence):
+                ready[sequence] = number
+        if rows and launch and self.runs_ahead:
+            launch(rows)
         elif rows:
             self._compute(rows)
-        return numbers
-
-    def propose(
-        self, asked: Seq[tuple[Sequence, int]], behind: Flight | None = None
-    ) -> Seq[Drafts]:
-        launch = self._launch
-        found = self._launched(launch, asked, behind) if launch else self._computed(asked)
-        for (sequence, _), drafted in zip(asked, found, strict=True):
+        found = self._launched(launch, ready, behind) if launch else self._computed(ready)
+        for sequence, drafts in found.items():
             cache = self._caches[sequence]
             if not cache.drafted:
                 cache.num_computed = len(sequence.tokens) + sequence.num_unknown
-            cache.drafted.append(drafted)
-        return found
+            cache.drafted.append(drafts)
+        return found, bool(rows)
 
-    def _computed(self, asked: Seq[tuple[Sequence, int]]) -> list[Drafts]:
-        drafts: list[list[int]] = [[] for _ in asked]
-        going = list(range(len(asked)))
+    def _computed(self, asked: Asked) -> dict[Sequence, Drafts]:
+        drafts = {sequence: list[int]() for sequence in asked}
+        going = list(asked)
         while going:
-            rows = [self._row(asked[i][0], tuple(drafts[i])) for i in going]
+            rows = [self._row(one, tuple(drafts[one])) for one in going]
             results = zip(going, self._compute(rows), strict=True)
-            going = [i for i, result in results if _goes_on(drafts[i], result, *asked[i])]
-        return [tuple(drafted) for drafted in drafts]
+            going = [one for one, row in results if _goes_on(drafts[one], row, one, asked[one])]
+        return {sequence: tuple(drafted) for sequence, drafted in drafts.items()}
 
     def _launched(
-        self, launch: Launch, asked: Seq[tuple[Sequence, int]], behind: Flight | None
-    ) -> list[Drafts]:
+        self, launch: Launch, asked: Asked, behind: Flight | None
+    ) -> dict[Sequence, Drafts]:
         """Launch all passes. The step that verifies a sequence with penalties or a grammar needs
         its drafts on the host, and waits for them."""
-        sources: list[list[tuple[Flight, int]]] = [[] for _ in asked]
-        for number in range(max(most for _, most in asked)):
-            going = [i for i, (_, most) in enumerate(asked) if most > number]
-            rows = []
-            for i in going:
-                drawn_by = sources[i][-1][1] if number else None
-                rows.append(self._row_ahead(asked[i][0], number, drawn_by, behind))
-            flight = launch(rows)
-            for place, i in enumerate(going):
-                sources[i].append((flight, place))
-        pending = [PendingDrafts(tuple(of_one)) for of_one in sources]
-        return [
-            tuple(takewhile(lambda token: token >= 0, drafts.known()))
-            if sequence.has_state
-            else drafts
-            for (sequence, _), drafts in zip(asked, pending, strict=True)
-        ]
+        sources = {sequence: list[tuple[Flight, int]]() for sequence in asked}
+        for number in range(max(asked.values(), default=0)):
+            going = [sequence for sequence, most in asked.items() if most > number]
+            drawn_by = [sources[one][-1][1] if number else None for one in going]
+            flight = launch(
+                [
+                    self._row_ahead(one, number, row, behind)
+                    for one, row in zip(going, drawn_by, strict=True)
+                ]
+            )
+            for place, sequence in enumerate(going):
+                sources[sequence].append((flight, place))
+        found = dict[Sequence, Drafts]()
+        for sequence, of_one in sources.items():
+            drafts = PendingDrafts(tuple(of_one))
+            found[sequence] = drafts
+            if sequence.has_state:
+                found[sequence] = tuple(takewhile(lambda token: token >= 0, drafts.known()))
+        return found
 
     def _row_ahead(
         self, sequence: Sequence, number: int, drawn_by: int | None, behind: Flight | None
@@ -256,7 +235,7 @@ class DraftModel:
     def _cache(self, sequence: Sequence) -> _Cache:
         cache = self._caches.pop(sequence, None)
         if cache is None:
-            cache = _Cache(Average(max(self._chance.value, _FIRST_CHANCE), _MOST_DRAFTS))
+            cache = _Cache()
             finalize(sequence, self._free.extend, cache.blocks).atexit = False
         self._caches[sequence] = cache
         return cache
@@ -276,10 +255,6 @@ class DraftModel:
             return False
         cache.blocks += [self._free.pop() for _ in range(num_missing)]
         return True
-
-
-def _powers(chance: float, most: int) -> list[float]:
-    return [chance**number for number in range(1, most + 1)]
 
 
 def _goes_on(drafts: list[int], result: RowResult, sequence: Sequence, most: int) -> bool:

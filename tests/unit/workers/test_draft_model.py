@@ -69,12 +69,10 @@ class Drafts:
         self, *sequences: Sequence, most: int = 4, may_catch_up: bool = True
     ) -> list[tuple[int, ...]]:
         """The drafts of one step."""
-        asked = [(one, most) for one in sequences]
-        self.chances = [self.model.chances(*each) for each in asked]
-        numbers = self.model.prepare(asked, may_catch_up=may_catch_up)
-        ready = [(one, n) for (one, _), n in zip(asked, numbers, strict=True) if n]
-        found = iter(self.model.propose(ready) if ready else ())
-        return [known(next(found)) if number else () for number in numbers]
+        asked = dict.fromkeys(sequences, most)
+        self.chances = [self.model.chances(*each) for each in asked.items()]
+        found, _ = self.model.propose(asked, may_catch_up=may_catch_up)
+        return [known(found.get(one, ())) for one in sequences]
 
 
 def sequence(length: int, first: int = 1, index: int = 0, **changes: Any) -> Sequence:
@@ -209,7 +207,7 @@ def test_sequences_that_are_asked_for_together_take_no_blocks_from_each_other() 
 
 
 def test_chances_follow_from_the_drafts_that_became_tokens() -> None:
-    """Of a sequence, and of all of them, with which a new one begins if that is not less."""
+    """Of each sequence apart."""
     drafts, good, bad = Drafts(), sequence(10), sequence(10, index=1)
     drafts.ask(good, bad)
     assert drafts.chances == [[0.7, 0.7**2, 0.7**3, 0.7**4]] * 2
@@ -217,28 +215,7 @@ def test_chances_follow_from_the_drafts_that_became_tokens() -> None:
         good.tokens += right(good, 5)
         bad.tokens.append(right(bad, 1)[0] - 1)
         drafts.ask(good, bad)
-    assert [round(row[0], 2) for row in drafts.chances] == [0.99, 0.06]
-    drafts.ask(sequence(10, index=2))
-    assert 0.7 < drafts.chances[0][0] < 0.95
-
-
-def test_a_chance_returns_slowly_while_nothing_is_proposed() -> None:
-    """To the first one; but soon to that of the other sequences, if their drafts are right."""
-    drafts, one = Drafts(), sequence(10)
-    for _ in range(30):
-        drafts.ask(one)
-        one.tokens.append(right(one, 1)[0] - 1)
-    (low, *_) = drafts.model.chances(one, 4)
-    for _ in range(1000):
-        (found, *_) = drafts.model.chances(one, 4)
-    assert low < 0.05
-    assert 0.1 < found < 0.2
-    other = sequence(10, index=1)
-    for _ in range(30):
-        drafts.ask(other)
-        other.tokens += right(other, 5)
-        (found, *_) = drafts.model.chances(one, 4)
-    assert found > 0.6
+    assert [round(row[0], 2) for row in drafts.chances] == [1.0, 0.06]
 
 
 def test_no_draft_needs_a_position_behind_the_context() -> None:
@@ -280,20 +257,20 @@ def test_passes_on_a_device_take_their_tokens_there() -> None:
     broken = sequence(12, first=5)
     drafts.computing.broken = right(broken)[1]
     for step in range(6):
-        asked = [*zip(rows, (4, 2, 3), strict=True), (broken, 4)]
-        for each in asked:
+        asked = dict(zip((*rows, broken), (4, 2, 3, 4), strict=True))
+        for each in asked.items():
             drafts.model.chances(*each)
-        assert drafts.model.prepare(asked, may_catch_up=True) == [4, 2, 3, 4]
         before = drafts.device.num_ahead
-        wanted = [right(one, most) for one, most in asked]
-        proposed = [known(each) for each in drafts.model.propose(asked)]
+        wanted = [right(one, most) for one, most in asked.items()]
+        found, _ = drafts.model.propose(asked)
+        proposed = [known(each) for each in found.values()]
         assert proposed == [*wanted[:3], (*wanted[3][:2], -1, -1)]
         assert drafts.device.num_ahead - before == 3 + 1 + 2 + 3
         lens = [len(row.token_ids) for row in drafts.computing.steps[-4]]
         if step:
             assert lens == [2, 1, 1, 1]  # of the first one all drafts were accepted
-        for one, found, accepted in zip(rows, wanted, (4, 1, 0), strict=False):
-            one.tokens += [*found[:accepted], 70 + step]
+        for one, tokens, accepted in zip(rows, wanted, (4, 1, 0), strict=False):
+            one.tokens += [*tokens[:accepted], 70 + step]
 
 
 def test_drafts_on_a_device_are_drawn_without_what_depends_on_tokens_there() -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from services.engine.speculation.average import Average
-from services.engine.speculation.payoff import Drafting, Payoff
+from services.engine.speculation.average import acceptance
+from services.engine.speculation.payoff import Payoff
 
 
 class Simulated:
@@ -23,17 +23,18 @@ class Simulated:
     ) -> None:
         self.payoff, self.growth, self.depth, self.catch_up = Payoff(), growth, depth, catch_up
         self.behind = [0] * num_rows
-        self.rows = [Average(0.7, 64) for _ in range(num_rows)]
+        self.rows = [acceptance() for _ in range(num_rows)]
         self.right = list(right)
         self.num_tokens, self.duration, self.num_drafts = 0, 0.0, 0
 
     def numbers(self, most: int = 8) -> list[int]:
-        chances = [[one.value**n for n in range(1, most + 1)] for one in self.rows]
-        return self.payoff.numbers(chances, len(self.rows))
+        return self.payoff.numbers(
+            [[one.value**n for n in range(1, most + 1)] for one in self.rows]
+        )
 
     def step(self, most: int = 8) -> None:
         numbers = self.numbers(most)
-        num_caught_up, left = 0, 64 * self.payoff.may_catch_up
+        num_caught_up, left = 0, 64 * self.payoff.may_lose
         for place, number in enumerate(numbers):
             if self.catch_up and number and self.behind[place]:
                 caught_up = min(left, self.behind[place])
@@ -42,8 +43,8 @@ class Simulated:
                 self.behind[place] -= caught_up
                 numbers[place] *= not self.behind[place]
             self.behind[place] += not numbers[place]
-        spent = Drafting(num_caught_up * self.catch_up, max(numbers) * self.depth)
-        duration = 1 + self.growth * sum(numbers) + spent.preparing_s + spent.proposing_s
+        duration = 1 + self.growth * sum(numbers) + self.depth * max(numbers)
+        duration += self.catch_up * num_caught_up
         before = self.num_tokens
         for one, number in zip(self.rows, numbers, strict=True):
             accepted = 0
@@ -51,11 +52,11 @@ class Simulated:
                 accepted += 1
             for draft in range(min(accepted + 1, number)):
                 one.add(draft < accepted)
-            if not number:
-                one.approach(0.7, 0.0002)
             self.num_tokens += accepted + 1
         num_accepted = self.num_tokens - before - len(self.rows)
-        self.payoff.measured(len(self.rows), sum(numbers), num_accepted, duration, spent)
+        self.payoff.measured(
+            len(self.rows), sum(numbers), num_accepted, duration, num_caught_up > 0
+        )
         self.num_drafts += sum(numbers)
         self.duration += duration
 
@@ -109,63 +110,67 @@ def test_a_growth_that_was_measured_in_a_busy_moment_is_measured_again() -> None
 
 
 def known(num_rows: int, *steps: tuple[int, float]) -> Payoff:
-    """With plain steps that take 1, and steps of (drafts, duration), 9 of each."""
+    """With a plain step that takes 1, and steps of (drafts, duration), 9 of each."""
     payoff = Payoff()
-    for _ in range(3):
-        payoff.measured(num_rows, 0, 0, 1.0, Drafting())
+    payoff.measured(num_rows, 0, 0, 1.0)
     for num_drafts, duration in steps:
         for _ in range(9):
-            payoff.measured(num_rows, num_drafts, 0, duration, Drafting())
-    payoff.measured(num_rows, 0, 0, 1.0, Drafting())
+            payoff.measured(num_rows, num_drafts, 0, duration)
     return payoff
 
 
 def test_the_likeliest_rows_get_the_drafts() -> None:
     payoff = known(3, (3, 1.3), (5, 1.5), (8, 1.8))
     chances = [[0.95**n for n in range(1, 6)], [0.5, 0.25], [0.2, 0.1, 0.05]]
-    assert payoff.numbers(chances, 3) == [5, 1, 0]
+    assert payoff.numbers(chances) == [5, 1, 0]
 
 
-def test_a_draft_that_is_hardly_ever_right_is_not_tried() -> None:
+def test_a_draft_that_is_hardly_ever_right_is_not_chosen() -> None:
     """Even if it costs nothing."""
     payoff = known(1, (1, 1.0), (2, 1.0))
-    assert payoff.numbers([[0.1, 0.04]], 1) == [1]
-    assert payoff.numbers([[0.04]], 1) == [0]
+    assert payoff.numbers([[0.1, 0.04]]) == [1]
+    assert payoff.numbers([[0.04]]) == [0]
 
 
 def test_no_step_tries_more_than_twice_the_drafts_of_the_longest_one_before() -> None:
     payoff, chances = Payoff(), [[0.95**n for n in range(1, 17)]]
-    for _ in range(3):
-        payoff.measured(1, 0, 0, 1.0, Drafting())
+    payoff.measured(1, 0, 0, 1.0)
     for number in (1, 3, 7, 15, 16, 16):
-        assert payoff.numbers(chances, 1) == [number]
-        payoff.measured(1, number, 0, 1.2, Drafting())
-    assert payoff.numbers([[]] * 8, 8) == [0] * 8
-    for _ in range(3):
-        payoff.measured(8, 0, 0, 1.0, Drafting())
-    assert payoff.numbers(chances * 8, 8) == [1] * 8
+        assert payoff.numbers(chances) == [number]
+        payoff.measured(1, number, 0, 1.2)
+    assert payoff.numbers([[]] * 8) == [0] * 8
+    payoff.measured(8, 0, 0, 1.0)
+    assert payoff.numbers(chances * 8) == [1] * 8
 
 
 def test_one_interrupted_step_stops_no_drafts() -> None:
     payoff, chances = known(1, (4, 1.2)), [[0.9**n for n in range(1, 9)]]
-    payoff.measured(1, 8, 8, 20.0, Drafting())
-    assert payoff.numbers(chances, 1) >= [7]
+    payoff.measured(1, 8, 8, 20.0)
+    assert payoff.numbers(chances) >= [7]
     for _ in range(12):
-        payoff.measured(1, 8, 8, 20.0, Drafting())
-    assert payoff.numbers(chances, 1) < [7]
+        payoff.measured(1, 8, 8, 20.0)
+    assert payoff.numbers(chances) < [7]
 
 
-def test_steps_without_drafts_come_first_and_are_repeated() -> None:
+def test_a_step_without_drafts_comes_first_and_every_64_steps() -> None:
     payoff, chances = Payoff(), [[0.99] * 8]
-    for _ in range(3):
-        assert payoff.numbers(chances, 1) == [0]
-        payoff.measured(1, 0, 0, 1.0, Drafting())
-    for _ in range(50):
-        (number,) = payoff.numbers(chances, 1)
-        assert number > 0
-        payoff.measured(1, number, number, 1.1, Drafting())
-    assert payoff.numbers(chances, 1) == [0]
-    assert payoff.numbers([chances[0]] * 2, 2) == [0, 0]  # two rows have figures of their own
+    for number in range(200):
+        (num_drafts,) = payoff.numbers(chances)
+        assert (num_drafts == 0) == (number % 64 == 0)
+        payoff.measured(1, num_drafts, num_drafts, 1.1 if num_drafts else 1.0)
+    assert payoff.numbers([chances[0]] * 2) == [0, 0]  # two rows have figures of their own
+
+
+def test_a_step_in_64_tries_drafts_that_do_not_seem_to_pay() -> None:
+    """One of each row that has some. Not while drafts have lost more than they may."""
+    payoff = known(3)
+    for _ in range(31):
+        assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [0, 0, 0]
+        payoff.measured(3, 0, 0, 1.0)
+    assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [1, 0, 1]
+    payoff.measured(3, 2, 0, 100.0, catches_up=True)
+    assert not payoff.may_lose
+    assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [0, 0, 0]
 
 
 def test_a_step_of_many_rows_tries_drafts() -> None:
@@ -206,7 +211,7 @@ def test_a_new_row_begins_with_the_chance_of_those_before_it() -> None:
     """Drafts that pay only if most are right, for 4 rows of which each ends after 200 tokens."""
     simulated = Simulated(0.1, [True], num_rows=4, depth=0.2)
     for number in range(10):
-        simulated.rows = [Average(0.7, 64) for _ in range(4)]
+        simulated.rows = [acceptance() for _ in range(4)]
         speed = simulated.run(200 * (number + 1)) / 4
     assert speed > 1.3
 

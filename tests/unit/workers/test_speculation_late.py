@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,18 +16,18 @@ from services.engine.batch import Draw, Row, RowResult
 from services.engine.engine import Engine
 from services.engine.forward import CompleteFlight
 from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
-from services.engine.scheduler import Scheduler
+from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.ngram import NgramDrafter
-from services.engine.speculation.payoff import Drafting, Payoff
+from services.engine.speculation.payoff import Payoff
 from services.engine.speculation.speculation import Speculation
 from tests.drafting import AsMany, Oracle
 from tests.late_device import LateForward
 
 from .fakes import SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
-from .sequences import KEY, SIZE
+from .sequences import KEY, SIZE, sequence
 from .test_draft_model import Computing
 
 NUM_TOKENS = 41
@@ -103,7 +103,7 @@ def drawn_next(one: Sequence, tokens: list[int]) -> int:
 
 
 class Never(AsMany):
-    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
+    def numbers(self, chances: Seq[Seq[float]]) -> list[int]:
         return [0 for _ in chances]
 
 
@@ -140,14 +140,16 @@ def test_prompt_lookup_waits_for_tokens_only_where_a_match_goes_on(tmp_path: Pat
 def test_the_time_of_a_step_without_drafts_is_the_device_s() -> None:
     """Steps that run ahead take 1. One that waited for the host takes 1.5 in all, as long as one
     with 2 drafts that waited: so a draft costs a quarter of a step."""
-    payoff = Payoff()
+    payoff, nobody = Payoff(), cast("Group", SimpleNamespace(one_token=False))
+    speculation = Speculation(Oracle(drawn_next), 4, payoff)
+    plain = ScheduledSequence(nobody, sequence([1, 2, 3]), 1)
     for _ in range(4):
-        payoff.measured(1, 0, 0, 1.0, Drafting())
-        payoff.measured(1, 0, 0, 1.5, Drafting(launching_s=0.5))
+        speculation.retired([plain], [0], 1.0, 0.0, False)
+        speculation.retired([plain], [0], 1.5, 0.5, False)
     for _ in range(20):
-        payoff.measured(1, 2, 1, 1.5, Drafting(launching_s=0.5))
-    assert payoff.numbers([[0.15]], 1) == [0]
-    assert payoff.numbers([[0.27]], 1) == [1]
+        speculation.retired([plain._replace(drafts=(4, 5))], [1], 1.5, 0.5, False)
+    assert payoff.numbers([[0.15]]) == [0]
+    assert payoff.numbers([[0.27]]) == [1]
 
 
 class SometimesRight(Computing):
@@ -168,9 +170,10 @@ class SomeTimes(AsMany):
     """Allows any numbers of drafts, drawn at random; often none."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._random = Random(seed)
 
-    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
+    def numbers(self, chances: Seq[Seq[float]]) -> list[int]:
         return [self._random.choice((0, *range(len(row) + 1))) for row in chances]
 
 
