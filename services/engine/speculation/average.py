@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_WINDOW = 32
+_WINDOW = 16
 """The number of values in an average: few enough to follow a text and a machine that change, and
 enough that three wrong drafts in a row do not end useful ones."""
 _FIRST_ACCEPTANCE = 0.7

@@ -39,13 +39,20 @@ class _Steps:
         return max(0.0, self.drafted_s.value / self.plain_s.value - 1) / self.num_drafts.value
 
     def observe(self, num_drafts: int, duration_s: float) -> None:
-        """A step counts as at most twice the average, since it may have been interrupted."""
-        average = self.drafted_s if num_drafts else self.plain_s
-        average.add(min(duration_s, 2 * average.value or duration_s))
+        """A step counts as at most half more than the averages tell, since it may have been
+        interrupted, or be the first of its shape."""
         self.num_steps += 1
-        if num_drafts:
-            self.num_drafts.add(num_drafts)
-            self.most_drafts = max(self.most_drafts, num_drafts)
+        expected_s = self.plain_s.value * (1 + self.draft_cost * num_drafts)
+        duration_s = max(min(duration_s, 1.5 * expected_s or duration_s), 1e-9)
+        if not num_drafts:
+            self.plain_s.add(duration_s)
+            return
+        if not self.most_drafts:
+            self.drafted_s = Average(self.plain_s.value, 1)  # a step with 0 drafts
+            self.num_drafts = Average(0.0, 1)
+        self.drafted_s.add(duration_s)
+        self.num_drafts.add(num_drafts)
+        self.most_drafts = max(self.most_drafts, num_drafts)
 
 
 class Payoff:
