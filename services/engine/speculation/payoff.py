@@ -46,6 +46,8 @@ class _Steps:
         duration_s = max(min(duration_s, 1.5 * expected_s or duration_s), 1e-9)
         if not num_drafts:
             self.plain_s.add(duration_s)
+            if self.num_steps == 1:
+                self.plain_s.weight = 0  # the first step of its shape may be slow: the next counts
             return
         if not self.most_drafts:
             self.drafted_s = Average(self.plain_s.value, 1)  # a step with 0 drafts
@@ -80,7 +82,7 @@ class Payoff:
         num_rows = len(chances)
         steps, numbers = self._steps[num_rows], [0] * num_rows
         place_in_cycle = steps.num_steps % _EVERY
-        if place_in_cycle == 0:
+        if place_in_cycle == 0 or steps.num_steps < 2:
             return numbers
         likely = sorted(
             (-chance, number, row)

@@ -97,7 +97,8 @@ def test_no_draft_ends_the_text() -> None:
 def test_a_row_gets_the_drafts_that_its_drafter_finds_likely() -> None:
     """Of two rows, only one repeats what it has had; later the other does."""
     payoff, nobody = Payoff(), cast("Group", SimpleNamespace(one_token=False))
-    payoff.measured(2, 0, 0, 1.0)
+    for _ in range(2):
+        payoff.measured(2, 0, 0, 1.0)
     speculation = Speculation(NgramDrafter(1, 5), 8, payoff)
     rows = [sequence([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), sequence([1, 2, 3])]
     batch = [ScheduledSequence(nobody, one, 1) for one in rows]
