@@ -28,8 +28,8 @@ class Oracle:
 
     def propose(
         self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
-    ) -> tuple[dict[Sequence, tuple[int, ...]], bool]:
-        return {one: self._drafts(one, number) for one, number in asked.items()}, False
+    ) -> tuple[dict[Sequence, tuple[int, ...]], float | None]:
+        return {one: self._drafts(one, number) for one, number in asked.items()}, 0.0
 
     def _drafts(self, sequence: Sequence, number: int) -> tuple[int, ...]:
         tokens = list(sequence.tokens)
@@ -61,9 +61,9 @@ class SometimesWrong:
 
     def propose(
         self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
-    ) -> tuple[dict[Sequence, tuple[int, ...]], bool]:
-        found, catches_up = self._drafter.propose(asked, may_catch_up=may_catch_up)
-        return {one: self._changed(one, known(drafts)) for one, drafts in found.items()}, catches_up
+    ) -> tuple[dict[Sequence, tuple[int, ...]], float | None]:
+        found, catch_up_s = self._drafter.propose(asked, may_catch_up=may_catch_up)
+        return {one: self._changed(one, known(drafts)) for one, drafts in found.items()}, catch_up_s
 
     def _changed(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(
@@ -84,7 +84,7 @@ class AsMany(Payoff):
         num_drafts: int,
         num_accepted: int,
         duration_s: float,
-        catches_up: bool = False,
+        catch_up_s: float | None = 0.0,
     ) -> None:
         """Learn nothing."""
 

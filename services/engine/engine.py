@@ -43,8 +43,9 @@ class LaunchedStep:
     groups: Mapping[str, Group]
     """All groups with blocks that the step reads or writes."""
     began: float
-    catches_up: bool
-    """Whether the drafter computed tokens that it lacked since `began`."""
+    catch_up_s: float | None
+    """The time since `began` in which the drafter computed tokens that it lacked; None if the
+    device computes them."""
     idle_s: float
     """How long the device waited for the launch; 0 if it computed the step before until then."""
 
@@ -129,11 +130,11 @@ class Engine:
                 self._forward.on_idle()
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
-        catches_up = False
+        catch_up_s: float | None = 0.0
         if self._speculation is not None:
             behind = self._launched[-1].flight if self._launched else None
             budget = self._scheduler.budget
-            batch, catches_up = self._speculation.with_drafts(batch, budget, behind)
+            batch, catch_up_s = self._speculation.with_drafts(batch, budget, behind)
         rows = [
             one.sequence.launch(one.num_tokens, place, one.drafts)
             for place, one in enumerate(batch)
@@ -147,7 +148,7 @@ class Engine:
         groups |= {one.group.key: one.group for one in batch}
         for group in groups.values():
             group.num_flights += 1
-        self._launched.append(LaunchedStep(flight, batch, groups, began, catches_up, idle_s))
+        self._launched.append(LaunchedStep(flight, batch, groups, began, catch_up_s, idle_s))
         return True
 
     def _take_needed(self) -> list[LaunchedStep]:
@@ -222,7 +223,7 @@ class Engine:
         self._batching_delay.observe(num_tokens, duration_s)
         if self._speculation is not None:
             self._speculation.retired(
-                step.batch, num_accepted, duration_s, step.idle_s, step.catches_up
+                step.batch, num_accepted, duration_s, step.idle_s, step.catch_up_s
             )
         has_prompts = any(one.num_tokens > 1 or one.group.one_token for one in step.batch)
         return RetiredStep(num_tokens, duration_s, has_prompts)

@@ -1,5 +1,6 @@
 """Drafts by a small model with the target's vocabulary, which keeps KV of its own."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
@@ -140,9 +141,10 @@ class DraftModel:
 
     def propose(
         self, asked: Asked, behind: Flight | None = None, *, may_catch_up: bool = True
-    ) -> tuple[dict[Sequence, Drafts], bool]:
+    ) -> tuple[dict[Sequence, Drafts], float | None]:
         """Compute at most a chunk of tokens of sequences that are behind. Those still behind get no
         drafts, nor do those without blocks, or at the end of the context."""
+        catch_up_s: float | None = 0.0
         launch, ready, rows = self._launch, dict[Sequence, int](), list[Row]()
         left = (CHUNK_ON_DEVICE if launch else CHUNK) * may_catch_up
         for sequence, most in asked.items():
@@ -160,15 +162,18 @@ class DraftModel:
                 ready[sequence] = number
         if rows and launch and self.runs_ahead:
             launch(rows)
+            catch_up_s = None
         elif rows:
+            began = time.perf_counter()
             self._compute(rows)
+            catch_up_s = time.perf_counter() - began
         found = self._launched(launch, ready, behind) if launch else self._computed(ready)
         for sequence, drafts in found.items():
             cache = self._caches[sequence]
             if not cache.drafted:
                 cache.num_computed = len(sequence.tokens) + sequence.num_unknown
             cache.drafted.append(drafts)
-        return found, bool(rows)
+        return found, catch_up_s
 
     def _computed(self, asked: Asked) -> dict[Sequence, Drafts]:
         drafts = {sequence: list[int]() for sequence in asked}

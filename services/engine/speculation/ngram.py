@@ -54,9 +54,9 @@ class NgramDrafter:
         behind: Flight | None = None,
         *,
         may_catch_up: bool = True,
-    ) -> tuple[dict[Sequence, tuple[int, ...]], bool]:
+    ) -> tuple[dict[Sequence, tuple[int, ...]], float]:
         drafts = {one: self._matches[one].follow(one.tokens, most) for one, most in asked.items()}
-        return drafts, False
+        return drafts, 0.0
 
 
 class _Match:

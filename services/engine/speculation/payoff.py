@@ -110,13 +110,14 @@ class Payoff:
         num_drafts: int,
         num_accepted: int,
         duration_s: float,
-        catches_up: bool = False,
+        catch_up_s: float | None = 0.0,
     ) -> None:
-        """Note a step of decoding rows. If it `catches_up`, its duration includes tokens that the
-        draft model lacked: a cost that comes once, and tells nothing of the next step."""
+        """Note a step of decoding rows. Its duration includes `catch_up_s`, in which the draft
+        model computed tokens that it lacked; None if nobody measured that time. This cost comes
+        once, and tells nothing of the next step."""
         steps, gain = self._steps[num_rows], 1 / _EVERY
-        if not catches_up:
-            steps.observe(num_drafts, duration_s)
-        if (num_drafts or catches_up) and steps.plain_s.value:
+        if catch_up_s is not None:
+            steps.observe(num_drafts, duration_s - catch_up_s)
+        if (num_drafts or catch_up_s != 0.0) and steps.plain_s.value:
             gain += 1 + num_accepted / num_rows - duration_s / steps.plain_s.value
         self._credit = max(-_EVERY, min(self._credit + gain, _EVERY))

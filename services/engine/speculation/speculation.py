@@ -27,11 +27,12 @@ class Drafter(Protocol):
 
     def propose(
         self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
-    ) -> tuple[Mapping[Sequence, Drafts], bool]:
+    ) -> tuple[Mapping[Sequence, Drafts], float | None]:
         """Drafts of the sequences in `asked` that have some, at most as many as it says for each.
         All of their tokens are known, unless the drafter runs ahead: then `behind` is the step in
-        flight, which draws their last ones. The second result tells whether the step also computes
-        tokens that the drafter lacked, as it must once for each sequence, if it `may_catch_up`."""
+        flight, which draws their last ones. The second result is the time in seconds in which the
+        drafter computed tokens that it lacked, as it must once for each sequence, if it
+        `may_catch_up`; None if the device computes them later."""
         ...
 
 
@@ -77,13 +78,13 @@ class Speculation:
 
     def with_drafts(
         self, batch: list[ScheduledSequence], budget: int, behind: Flight | None = None
-    ) -> tuple[list[ScheduledSequence], bool]:
-        """The batch with drafts for the rows for which they pay, if all rows decode, and whether
-        the drafter caught up with tokens. `budget` is the number of tokens that a step may compute.
-        `behind` is the step in flight; None if there is none."""
+    ) -> tuple[list[ScheduledSequence], float | None]:
+        """The batch with drafts for the rows for which they pay, if all rows decode, and the time
+        in which the drafter caught up with tokens. `budget` is the number of tokens that a step
+        may compute. `behind` is the step in flight; None if there is none."""
         depends = any(one.sequence.has_state and one.sequence.num_unknown for one in batch)
         if behind is not None and (depends or not self._drafter.runs_ahead):
-            return batch, False
+            return batch, 0.0
         left = min(budget, self._most_tokens or budget) - len(batch)
         asked = dict[Sequence, int]()
         for one, number in zip(batch, self._numbers(batch), strict=True):
@@ -91,12 +92,12 @@ class Speculation:
                 asked[one.sequence] = min(number, left)
                 left -= number
         if not asked:
-            return batch, False
-        found, catches_up = self._drafter.propose(asked, behind, may_catch_up=self._payoff.may_lose)
+            return batch, 0.0
+        found, catch_up_s = self._drafter.propose(asked, behind, may_catch_up=self._payoff.may_lose)
         return [
             one._replace(drafts=_until_end(found.get(one.sequence, ()), one.sequence.rules.end_ids))
             for one in batch
-        ], catches_up
+        ], catch_up_s
 
     def retired(
         self,
@@ -104,16 +105,16 @@ class Speculation:
         num_accepted: Seq[int],
         duration_s: float,
         idle_s: float,
-        catches_up: bool,
+        catch_up_s: float | None,
     ) -> None:
         """Learn from a retired step. The device waited for its launch during `idle_s` of its
-        duration. That is a cost of drafts: steps without drafts run ahead, and do not wait. If it
-        `catches_up`, the drafter computed tokens that it lacked."""
+        duration. That is a cost of drafts: steps without drafts run ahead, and do not wait. The
+        drafter computed tokens that it lacked for `catch_up_s`; None if the device did."""
         if all(one.decodes for one in batch):
             num_drafts = sum(len(one.drafts) for one in batch)
-            if not num_drafts and not catches_up:
-                duration_s -= idle_s
-            self._payoff.measured(len(batch), num_drafts, sum(num_accepted), duration_s, catches_up)
+            if not num_drafts and catch_up_s is not None:
+                duration_s -= max(0.0, idle_s - catch_up_s)
+            self._payoff.measured(len(batch), num_drafts, sum(num_accepted), duration_s, catch_up_s)
 
     def _numbers(self, batch: Seq[ScheduledSequence]) -> list[int]:
         """How many drafts pay for each row; none if a row does not decode."""

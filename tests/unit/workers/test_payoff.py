@@ -44,7 +44,8 @@ class Simulated:
                 numbers[place] *= not self.behind[place]
             self.behind[place] += not numbers[place]
         duration = 1 + self.growth * sum(numbers) + self.depth * max(numbers)
-        duration += self.catch_up * num_caught_up
+        catch_up_s = self.catch_up * num_caught_up
+        duration += catch_up_s
         before = self.num_tokens
         for one, number in zip(self.rows, numbers, strict=True):
             accepted = 0
@@ -54,9 +55,7 @@ class Simulated:
                 one.add(draft < accepted)
             self.num_tokens += accepted + 1
         num_accepted = self.num_tokens - before - len(self.rows)
-        self.payoff.measured(
-            len(self.rows), sum(numbers), num_accepted, duration, num_caught_up > 0
-        )
+        self.payoff.measured(len(self.rows), sum(numbers), num_accepted, duration, catch_up_s)
         self.num_drafts += sum(numbers)
         self.duration += duration
 
@@ -180,7 +179,7 @@ def test_a_step_in_64_tries_drafts_that_do_not_seem_to_pay() -> None:
         assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [0, 0, 0]
         payoff.measured(3, 0, 0, 1.0)
     assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [1, 0, 1]
-    payoff.measured(3, 2, 0, 100.0, catches_up=True)
+    payoff.measured(3, 2, 0, 100.0, None)
     assert not payoff.may_lose
     assert payoff.numbers([[0.01, 0.01], [], [0.04]]) == [0, 0, 0]
 
