@@ -50,6 +50,7 @@ class SizeCosts:
     lost_tokens: float
     """Tokens of shared prefixes that a request computes again."""
     prefix_efficiency: float
+    """The share of all computed tokens that must be computed."""
 
 
 def size_costs(
@@ -61,6 +62,7 @@ def size_costs(
     knows. Raises QuireError if a request can never get its slots."""
     num_blocks, num_requests = num_slots // block_size, len(asked)
     reserved = filled = tails = computed = num_steps = num_calls = num_growths = in_tables = 0
+    needed = lost = 0
     for request, num_shared in zip(asked, shared_tokens(asked), strict=True):
         length = request.num_tokens
         if length > num_blocks * block_size:
@@ -69,6 +71,8 @@ def size_costs(
             raise QuireError(text, "does_not_fit")
         longest = max(length, min(max_model_len, num_blocks * block_size))
         shared = num_shared // block_size
+        needed += length - num_shared
+        lost += num_shared % block_size
         held = blocks_at_admission(request.num_prompt_tokens, block_size)
         for num_tokens in range(request.num_prompt_tokens, length):  # those that have KV
             if num_tokens > request.num_prompt_tokens:
@@ -94,20 +98,17 @@ def size_costs(
     store_us = _CALL_US * calls + _BLOCK_US * 3 * in_tables
     return SizeCosts(
         block_size,
-        *(filled / slots, tails / slots, (slots - filled - tails) / slots),
-        *(at_once, computed / num_steps, in_tables / num_requests),
-        *(calls / num_steps, store_us / num_steps),
-        *prefix_costs(asked, block_size),
+        utilization=filled / slots,
+        tail=tails / slots,
+        look_ahead=(slots - filled - tails) / slots,
+        num_at_once=at_once,
+        mean_context=computed / num_steps,
+        blocks_per_request=in_tables / num_requests,
+        store_calls_per_token=calls / num_steps,
+        store_us_per_token=store_us / num_steps,
+        lost_tokens=lost / num_requests,
+        prefix_efficiency=needed / (needed + lost),
     )
-
-
-def prefix_costs(requests: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
-    """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
-    request computes again, and the share of all computed tokens that must be computed."""
-    shared = shared_tokens(requests)
-    lost = sum(num_tokens % block_size for num_tokens in shared)
-    needed = sum(request.num_tokens for request in requests) - sum(shared)
-    return lost / len(requests), needed / (needed + lost)
 
 
 def shared_tokens(requests: Sequence[RecordedRequest]) -> list[int]:
@@ -123,19 +124,14 @@ def shared_tokens(requests: Sequence[RecordedRequest]) -> list[int]:
     return shared
 
 
-Shares = Mapping[str, float]
-"""The parts of the throughput that a block size leaves, each from 0 to 1."""
-
-
 @dataclass(frozen=True, slots=True)
 class Advice:
     block_size: int
-    shares: Mapping[int, Shares]
-    """The parts of each block size."""
+    shares: Mapping[int, Mapping[str, float]]
+    """The parts of the throughput that each block size leaves, each from 0 to 1."""
+    left: Mapping[int, float]
+    """The product of the parts of each block size."""
     reasons: tuple[str, ...]
-
-    def left(self, block_size: int) -> float:
-        return math.prod(self.shares[block_size].values())
 
 
 def advise(
@@ -172,10 +168,10 @@ def advise(
             f"{best} is ahead by {left[best] / left[chosen] - 1:.1%}, which timings do not tell"
             " from nothing"
         )
-    return Advice(chosen, shares, tuple(reasons))
+    return Advice(chosen, shares, left, tuple(reasons))
 
 
-def _difference(one: Shares, other: Shares) -> str:
+def _difference(one: Mapping[str, float], other: Mapping[str, float]) -> str:
     """The relative difference, as text: each part that differs, and the product."""
     ratios = {part: one[part] / other[part] - 1 for part in one}
     texts = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]

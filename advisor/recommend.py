@@ -17,9 +17,6 @@ from services.runtime.errors import StartupError
 from services.runtime.process import set_up_openmp
 from services.worker.computed_kind import is_dequantized
 
-FLASH_PAGE = 256
-"""flash-attn needs a block size that is a multiple of this."""
-
 _NUM_CONCURRENT = 64
 """Requests of mean length that the pool holds by default."""
 
@@ -61,7 +58,12 @@ def recommend(
     show_progress(f"timing steps of {usual.num_at_once:.0f} rows")
     cache = None if weights_cache == "none" else Path(weights_cache).expanduser()
     timed = time_model(
-        *(model, config, kv_dtype, backend, threads, cache),
+        model,
+        config,
+        kv_dtype,
+        backend,
+        threads,
+        cache,
         dequantize=is_dequantized(config.quantization, dtype, "auto", backend),
         num_rows=max(1, round(usual.num_at_once)),
         context=max(1, round(usual.mean_context)),
@@ -82,7 +84,7 @@ def recommend(
         "sizes": [
             asdict(cost)
             | {"attention_us": timed.attention_us[cost.block_size]}
-            | {"left": advice.left(cost.block_size)}
+            | {"left": advice.left[cost.block_size]}
             for cost in costs
         ],
         "notes": [step, *_notes(read, asked)],
@@ -115,5 +117,5 @@ def _notes(workload: Workload, asked: Sequence[RecordedRequest]) -> list[str]:
         )
     if workload.is_log and any(request.prefix for request in asked):
         notes.append("prefixes are those that were found cached then, in blocks of then")
-    notes.append(f"flash-attn, on CUDA, reads blocks of a multiple of {FLASH_PAGE} only")
+    notes.append("flash-attn, on CUDA, reads blocks of a multiple of 256 only")
     return notes

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.advice import BLOCK_SIZES, SizeCosts, advise, prefix_costs, shared_tokens, size_costs
+from advisor.advice import BLOCK_SIZES, SizeCosts, advise, shared_tokens, size_costs
 from advisor.workload import RecordedRequest
 
 EVEN = dict.fromkeys(BLOCK_SIZES, 100.0)
@@ -77,8 +77,8 @@ def test_parts_equal_hand_computed_values() -> None:
     shares = advice.shares[32]
     assert (shares["memory"], shares["prefix"], shares["store"]) == (0.9, 0.8, 0.9)
     assert shares["attention"] == pytest.approx(1 / 1.1)
-    assert advice.left(32) == pytest.approx(0.9 * 0.8 * 0.9 / 1.1)
-    assert advice.left(16) == 1.0
+    assert advice.left[32] == pytest.approx(0.9 * 0.8 * 0.9 / 1.1)
+    assert advice.left[16] == 1.0
     assert advice.block_size == 16
     assert advice.reasons == (
         "16 leaves 100.0% of the machine",
@@ -117,10 +117,11 @@ def test_prefixes_are_lost_to_whole_blocks() -> None:
     """Two requests share 30 of 40 tokens, of which blocks of 16 hold 16: 14 are computed again
     twice, beside the 40 + 10 + 10 tokens and 4 answers each that must be computed."""
     asked = [RecordedRequest(40, 4, 0.0, "a", 30)] * 3
-    lost, efficiency = prefix_costs(asked, 16)
-    assert lost == pytest.approx(28 / 3)
-    assert efficiency == pytest.approx(72 / 100)
-    assert prefix_costs(asked, 1) == (0.0, 1.0)
+    found = size_costs(asked, 256, 16, 1)
+    assert found.lost_tokens == pytest.approx(28 / 3)
+    assert found.prefix_efficiency == pytest.approx(72 / 100)
+    every = size_costs(asked, 256, 1, 1)
+    assert (every.lost_tokens, every.prefix_efficiency) == (0.0, 1.0)
 
 
 def test_slots_equal_hand_computed_ones() -> None:
