@@ -66,7 +66,7 @@ def time_model(
         ops = kvops.backend(backend)
         if ops.native is not None:
             ops.native.assign([Lane()] * num_threads)
-        loaded = load_model(*(model, DTYPES[dtype], ops), dequantize=dequantize, cache=cache)
+        loaded = load_model(model, DTYPES[dtype], ops, dequantize=dequantize, cache=cache)
         step_us = 1e6 * _time_step(loaded, num_rows, context)
         us = _time_attention(config, num_rows, context, block_sizes, ops, DTYPES[dtype])
     except (kvops.BackendUnavailable, StartupError, ValueError) as error:

@@ -223,7 +223,10 @@ def main() -> None:
         files = TlsFiles(*(Path(directory) / "tls" / f"gateway.{kind}" for kind in ("crt", "key")))
         combinations = itertools.product(
             range(arguments.rounds),
-            *(arguments.streams, arguments.over, arguments.connections, arguments.guard),
+            arguments.streams,
+            arguments.over,
+            arguments.connections,
+            arguments.guard,
         )
         for _, num_streams, over, connections, guard in combinations:
             front = Front(over, guard, files if guard in ("tls", "both") else None)

@@ -98,7 +98,11 @@ async def measure(
         await client.complete(prompt, sampling, timeout_s=300)
         compute_s.append(time.perf_counter() - began)
         ticket = Ticket(
-            *("r", number, 1, "h", 0),
+            "r",
+            number,
+            1,
+            "h",
+            0,
             pool_id=b,
             root_hash=root,
             prompt_token_ids=tuple(prompt),

@@ -55,8 +55,14 @@ class RedisStore(RedisReads):
     async def register_pool(self, spec: PoolSpec) -> None:
         self._link(spec.pool_id).library = FUNCTION_LIBRARY
         run_id = await self._mutate(
-            *("register_pool", spec.pool_id, spec.model, spec.fingerprint, spec.num_blocks),
-            *(spec.block_size, spec.block_bytes, spec.watermark_blocks),
+            "register_pool",
+            spec.pool_id,
+            spec.model,
+            spec.fingerprint,
+            spec.num_blocks,
+            spec.block_size,
+            spec.block_bytes,
+            spec.watermark_blocks,
             await self._run_id_of(spec.pool_id),
         )
         self._join(spec.pool_id, run_id)
@@ -83,8 +89,14 @@ class RedisStore(RedisReads):
         lease_ms: int = 0,
     ) -> None:
         run_id = await self._mutate(
-            *("register_worker", spec.pool_id, worker_id, spec.fingerprint),
-            *(spec.num_blocks, spec.block_size, spec.block_bytes, lease_ms),
+            "register_worker",
+            spec.pool_id,
+            worker_id,
+            spec.fingerprint,
+            spec.num_blocks,
+            spec.block_size,
+            spec.block_bytes,
+            lease_ms,
         )
         self._join(spec.pool_id, run_id)
         mirrors = self._link(spec.pool_id).mirrors
@@ -142,7 +154,9 @@ class RedisStore(RedisReads):
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
         await self._mutate(
-            *("withdraw", pool_id, holder_id),
+            "withdraw",
+            pool_id,
+            holder_id,
             about=(holder_id,),
             record=lambda mirror, reply: mirror.record_withdraw(holder_id, reply),
         )
@@ -179,7 +193,10 @@ class RedisStore(RedisReads):
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
         reply = await self._mutate(
-            *("detach", pool_id, holder_id, epoch),
+            "detach",
+            pool_id,
+            holder_id,
+            epoch,
             about=(holder_id,),
             record=lambda mirror, reply: mirror.record_detach(holder_id, epoch, reply),
         )
@@ -222,7 +239,11 @@ class RedisStore(RedisReads):
         self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
     ) -> None:
         await self._mutate(
-            *("release", pool_id, holder_id, epoch, int(comes_back)),
+            "release",
+            pool_id,
+            holder_id,
+            epoch,
+            int(comes_back),
             about=(holder_id,),
             record=lambda mirror, reply: mirror.record_release(holder_id, epoch, comes_back, reply),
         )
@@ -254,9 +275,16 @@ class RedisStore(RedisReads):
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
     ) -> None:
         await self._mutate(
-            *("recover", spec.pool_id, ledger_epoch, await self._run_id_of(spec.pool_id)),
-            *(spec.model, spec.fingerprint),
-            *(spec.num_blocks, spec.block_size, spec.block_bytes, spec.watermark_blocks),
+            "recover",
+            spec.pool_id,
+            ledger_epoch,
+            await self._run_id_of(spec.pool_id),
+            spec.model,
+            spec.fingerprint,
+            spec.num_blocks,
+            spec.block_size,
+            spec.block_bytes,
+            spec.watermark_blocks,
             *worker_ids,
         )
         await self._set_link.mutations.send("SADD", keys.POOLS, spec.pool_id)

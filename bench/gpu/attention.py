@@ -135,7 +135,11 @@ def _in_fp8(machine: Machine, ops: Backend, reference: Backend) -> Passed:
     heads = fp8_numbers(geometry.head_dim).to(machine.half).to(machine.device)
     slots = torch.arange(len(heads), device=machine.device)
     arena = torch.zeros(
-        *(len(heads) // 16, 2, 16, 4, geometry.head_dim),
+        len(heads) // 16,
+        2,
+        16,
+        4,
+        geometry.head_dim,
         dtype=geometry.kv_dtype,
         device=machine.device,
     )

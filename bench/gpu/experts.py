@@ -75,7 +75,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     layers = {
         "of Mixtral's kind": weights_of(8, 2, machine.pick(512, 64), machine.pick(1024, 40)),
         "of gpt-oss's kind": weights_of(
-            *(32, 4, machine.pick(720, 64), machine.pick(720, 40)), swiglu=True
+            32, 4, machine.pick(720, 64), machine.pick(720, 40), swiglu=True
         ),
         "many small ones": weights_of(128, 8, machine.pick(512, 64), machine.pick(200, 40)),
     }

@@ -46,8 +46,12 @@ class HeldBlocksMirror:
         """Return all holders and waits, as arguments for `BlockStore.reassert`."""
         holders = [
             Asserted(
-                *(holder_id, holder.epoch, holder.order, holder.num_cached),
-                *(tuple(holder.acquired), tuple(sorted(holder.given_back))),
+                holder_id,
+                holder.epoch,
+                holder.order,
+                holder.num_cached,
+                tuple(holder.acquired),
+                tuple(sorted(holder.given_back)),
             )
             for holder_id, holder in self._holders.items()
         ]

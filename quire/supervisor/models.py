@@ -98,7 +98,7 @@ def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
             hint = "" if names else f"; NAME={source} gives another"
             raise ServeError(f"{each!r} cannot be the name of a model: it {problem}{hint}")
     return ModelOptions(
-        *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
+        name, found.directory, options.num_prefill, options.num_decode, tuple(others), settings
     )
 
 

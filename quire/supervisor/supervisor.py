@@ -101,7 +101,8 @@ class Supervisor:
             self._start(state.spec, state)
         self._listen_to_signals()
         scaler = WorkerScaler(
-            *(self._children, self._start),
+            self._children,
+            self._start,
             topology.worker_groups(
                 self._options, self._models, self._directory, log_format=self._log_format
             ),
@@ -135,7 +136,12 @@ class Supervisor:
         roles = Roles(self._children, self._directory)
         by_name = {spec.name: spec for spec in (*specs, *((store,) if store else ()))}
         upgrader = Upgrader(
-            *(self._children, self._start, scaler, roles, self._directory, by_name),
+            self._children,
+            self._start,
+            scaler,
+            roles,
+            self._directory,
+            by_name,
             hand_over=self._hand_over,
         )
         if self._received is not None:
@@ -144,7 +150,9 @@ class Supervisor:
         if self._has_served:
             return
         serving = await wait_until_serving(
-            *(self._directory, self._models, self._console.note),
+            self._directory,
+            self._models,
+            self._console.note,
             has_others=self._options.shares_store,
         )
         self._has_served = True
@@ -207,7 +215,7 @@ class Supervisor:
 
     def _start(self, spec: ChildSpec, state: ChildState | None = None) -> Child:
         child = Child(
-            *(spec, self._pipe, self._listeners, self._console), is_steady=lambda: self._has_served
+            spec, self._pipe, self._listeners, self._console, is_steady=lambda: self._has_served
         )
         if state is not None:
             child.adopt(state)

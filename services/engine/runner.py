@@ -231,7 +231,10 @@ class Runner:
             arrays |= draft_places(batch, ends) | moved_rows(rows, batch, ends, row_ends)
         placed = self._placed(rows, ends, {**arrays, "wanted": wanted, **others})
         facts = StepFacts(
-            *(arrays["cu_query_lens"], arrays["context_lens"], num_tokens, graph),
+            arrays["cu_query_lens"],
+            arrays["context_lens"],
+            num_tokens,
+            graph,
             wants_all=len(wanted) == num_tokens,
             adapters=adapters,
         )

@@ -157,7 +157,9 @@ class Gateway:
                         request = await admit(asked, request_id, model, served, adapter)
                     caller.account.charge(len(request.prompt_token_ids))
                     open_output(
-                        *(request, served.model, arrived_at),
+                        request,
+                        served.model,
+                        arrived_at,
                         meter=self._request_metrics.meter(model, caller),
                         rests=self._rests,
                         reports_cached=options.report_cached_tokens,

@@ -88,19 +88,26 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tracer = stack.enter_context(open_tracer(settings, settings.otlp_endpoint))
         wiring = await stack.enter_async_context(
             start_gateway(
-                *(store, registry, secret, settings.options, request_metrics),
+                store,
+                registry,
+                secret,
+                settings.options,
+                request_metrics,
                 tls=service_tls(settings),
                 tracer=tracer,
             )
         )
         keyring = settings.keyring(metrics)
         relays = _relays(settings, wiring, secret, stack)
-        listeners = _Listeners(*(settings, wiring, keyring, relays, health, stack))
+        listeners = _Listeners(settings, wiring, keyring, relays, health, stack)
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
         dashboard = Dashboard(
-            *(settings.dashboard, wiring, request_metrics.metrics, relays[0]),
+            settings.dashboard,
+            wiring,
+            request_metrics.metrics,
+            relays[0],
             host=settings.host,
             keyring=keyring,
         )
@@ -234,7 +241,12 @@ def _planner(
     targets = settings.target_ttft_s, settings.target_inter_token_s
     num_waiting = wiring.dispatcher.num_waiting_for
     return Planner(
-        *(wiring.gateway_id, registry, store, num_waiting, targets, recommended),
+        wiring.gateway_id,
+        registry,
+        store,
+        num_waiting,
+        targets,
+        recommended,
         change_role if settings.auto_roles else None,
     )
 
@@ -321,7 +333,11 @@ class _Listeners:
         )
         fd = settings.http_fd
         serving = http_server(
-            *(app, settings.host, settings.http_port, _LAST_WRITES_S, limits),
+            app,
+            settings.host,
+            settings.http_port,
+            _LAST_WRITES_S,
+            limits,
             tls=settings.public_tls(),
             listening=None if fd is None else socket.socket(fileno=fd),
             departure=departure,

@@ -128,7 +128,7 @@ async def start_gateway(
         adapters = GatewayAdapters(registry, directory.configs, options)
     explainer = Explainer(dispatcher, directory, router, records)
     gateway = Gateway(
-        *(directory, dispatcher, changes, request_metrics, options, explainer), *(tracer, adapters)
+        directory, dispatcher, changes, request_metrics, options, explainer, tracer, adapters
     )
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)

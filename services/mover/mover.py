@@ -77,7 +77,10 @@ class Mover:
         claimed them. Raises Unavailable if the mover does not read that pool."""
         source = self._source_of(source_pool_id)
         pull = Pull(
-            *(self._transport, source, self._target, ticket),
+            self._transport,
+            source,
+            self._target,
+            ticket,
             self._settings.pull_timeout_s,
             self._settings.pull_timeout_s / 2,
         )

@@ -68,7 +68,11 @@ async def _serve_one(
         stack.callback(transport.close)
         memory = transport.share(own.blocks_region, stamps_region(own.stamps, own.header))
         target = Target(
-            *(store, own.spec, own.member_id, own.stamps, transport.prepare(own.blocks_region)),
+            store,
+            own.spec,
+            own.member_id,
+            own.stamps,
+            transport.prepare(own.blocks_region),
             may_write=lambda: not own.lock.is_revoked,
             end_process=_end_process,
         )

@@ -148,7 +148,10 @@ class Pull:
                 raise PullFailed("incomplete", f"{state.num_computed_tokens} computed tokens")
         block_ids = tuple(dict.fromkeys(block_id for table in tables for block_id in table))
         claim = await source.store.claim(
-            *(source.spec.pool_id, ticket.holder_id, ticket.holder_epoch, source.member_id),
+            source.spec.pool_id,
+            ticket.holder_id,
+            ticket.holder_epoch,
+            source.member_id,
             block_ids,
         )
         self._pin = ticket.holder_id, claim.epoch
@@ -304,7 +307,11 @@ class Pull:
             part = slice(begin, begin + size)
             transfer = await asyncio.to_thread(
                 self._transport.read,
-                *(self._source.memory, area, items[part], target, places[part]),
+                self._source.memory,
+                area,
+                items[part],
+                target,
+                places[part],
             )
             await landed(transfer, self._end_if_late)
             self._check()

@@ -117,7 +117,11 @@ class OfflineEngine:
         runner.warm_up(max_tokens=32, max_rows=limits.max_num_seqs)
         max_loras, max_rank = settings.max_loras, settings.max_lora_rank
         parts = WorkerParts(
-            *(self._store, own, runner, limits, WorkerMetrics(CollectorRegistry())),
+            self._store,
+            own,
+            runner,
+            limits,
+            WorkerMetrics(CollectorRegistry()),
             adapters=WorkerAdapters(model.whole_config, model.load_adapter, max_loras, max_rank),
             grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
             speculation=speculation(settings, loaded.draft, lambda draft: draft.launch),
@@ -134,7 +138,8 @@ class OfflineEngine:
         self.role = Whole(worker)
         await self._store.register_pool(self.spec)
         await self._store.register_worker(
-            *(self.spec, worker.worker_id),
+            self.spec,
+            worker.worker_id,
             mark_owned=lambda holder, block_ids: worker.stamps.mark_owned(block_ids, holder),
         )
         worker.engine.start()

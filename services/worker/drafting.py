@@ -63,7 +63,9 @@ class LoadedDraft:
             runner.capture_graphs(max_rows, 0)
         launch = launch_on(runner)
         return DraftModel(
-            *(lambda rows: launch(rows).result(), num_blocks, layout.block_size),
+            lambda rows: launch(rows).result(),
+            num_blocks,
+            layout.block_size,
             context=self.plan.context,
             launch=None if runner.computes_at_launch else launch,
             runs_ahead=self.runs_ahead,
@@ -112,7 +114,9 @@ def load_draft(
     """Load the weights, to compute as the target does: in `dtype`, quantized as the settings say
     unless the checkpoint is quantized already. Raises StartupError."""
     model = load_model(
-        *(plan.directory, DTYPES[dtype], ops),
+        plan.directory,
+        DTYPES[dtype],
+        ops,
         device=device,
         quantize=None if plan.config.quantization else settings.kind_to_make,
         dequantize=settings.is_dequantized(plan.config),

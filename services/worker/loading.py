@@ -185,7 +185,9 @@ class _Load:
             )
             return self.ranks.load(plan, backend, self.shared, self.progress)
         return load_model(
-            *(settings.model, dtype, backend),
+            settings.model,
+            dtype,
+            backend,
             device=str(self.device.torch),
             quantize=settings.kind_to_make,
             dequantize=self.is_dequantized,

@@ -90,7 +90,13 @@ async def make_parts(
     load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
     loras = loaded.model.whole_config, load_adapter, settings.max_loras, settings.max_lora_rank
     parts = WorkerParts(
-        *(own.store, own, forward, limits, metrics, swap_pool, files),
+        own.store,
+        own,
+        forward,
+        limits,
+        metrics,
+        swap_pool,
+        files,
         tracer=tracer,
         adapters=WorkerAdapters(*loras) if settings.max_loras else None,
         grammars=grammars,

@@ -112,7 +112,7 @@ class GpuMemory:
         pids = self._ranks.pids if self._ranks else ()
         try:
             kept = register(
-                *(directory.path.parent, registration, made), is_live=directory.is_live(), pids=pids
+                directory.path.parent, registration, made, is_live=directory.is_live(), pids=pids
             )
         finally:
             close_all(made)

@@ -34,7 +34,9 @@ class PoolWorker(PoolEngine, Generic[R]):
         """The streams of all connected gateways."""
         pools = (self.spec, *([self.swap_pool.spec] if self.swap_pool else ()))
         self._heartbeats = Heartbeats(
-            *(self.store, self.worker_id, tuple(spec.pool_id for spec in pools)),
+            self.store,
+            self.worker_id,
+            tuple(spec.pool_id for spec in pools),
             on_beat=lambda: self.metrics.observe_load(self.role.load()),
             on_demands=self.role.preempt,
             is_idle=lambda: not (self.role.num_jobs or self.holders.num_returning_waiters),

@@ -107,9 +107,7 @@ class WorkerProcess:
             asyncio.TaskGroup() as vital,
         ):
             pools = await self._join(registration, loaded, stack)
-            kept = await make_parts(
-                *(self._settings, loaded, pools, self._place, self._health, stack)
-            )
+            kept = await make_parts(self._settings, loaded, pools, self._place, self._health, stack)
             tasks = [vital.create_task(work) for work in kept.works]
             serving = registration, loaded, kept, vital, of_role
             while (next_role := await self._serve_in_role(*serving)) is not None:
@@ -127,7 +125,12 @@ class WorkerProcess:
         """Join the pool, and its swap pool if there is to be one; so do all ranks."""
         store, worker_id = registration.store, registration.worker_id
         own = await join(
-            *(store, store.run_id, self._settings.pool_root, loaded.layout, worker_id, loaded.plan),
+            store,
+            store.run_id,
+            self._settings.pool_root,
+            loaded.layout,
+            worker_id,
+            loaded.plan,
             memory=loaded.memory,
         )
         stack.callback(own.close)

@@ -232,7 +232,7 @@ async def run_chaos(
         system = OneHost(processes, redis, operator, deployment.http, link, checkpoints)
         faults = schedule(seed, kinds, once=duration_s is None)
         await inject_faults(
-            *(report, deployment.address, operator, system, faults, duration_s), num_cases
+            report, deployment.address, operator, system, faults, duration_s, num_cases
         )
         report.read_log(deployment.log)
     return report

@@ -107,7 +107,12 @@ class Hosts:
         model = chaos_model(folder)
         self.pools = {
             name: Host(
-                *(name, folder, model, redis_url, POOL_MEMORY, ADDRESSES[name[0]]),
+                name,
+                folder,
+                model,
+                redis_url,
+                POOL_MEMORY,
+                ADDRESSES[name[0]],
                 within=network.within(name[0]),
                 settings={"UCX_TLS": "tcp,self"},
             )
@@ -289,7 +294,7 @@ async def run_chaos(
     async with deployed(folder, seed) as (hosts, system):
         faults = schedule(seed, kinds, once=duration_s is None)
         await inject_faults(
-            *(report, hosts.sockets, system.operator, system, faults, duration_s), num_cases
+            report, hosts.sockets, system.operator, system, faults, duration_s, num_cases
         )
         for host in hosts.pools.values():
             for name in host.processes:

@@ -97,7 +97,8 @@ class User:
         salt = secrets.token_hex(8) if behaviour.salted else ""
         name = secrets.token_hex(8) if behaviour.explains else ""
         request = Request(
-            *(case.prompt, case.sampling),
+            case.prompt,
+            case.sampling,
             request_id=name,
             cache_salt=salt,
             include_metrics=behaviour.explains,

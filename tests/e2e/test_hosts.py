@@ -126,7 +126,11 @@ async def test_a_cached_prefix_is_copied(
         (spec,) = [pool for pool in await client.pools() if pool.pool_id == a]
         root = root_hash(spec.fingerprint, Secret(SECRET.encode()).root, "")
         ticket = Ticket(
-            *("r", 1, 1, "h", 0),
+            "r",
+            1,
+            1,
+            "h",
+            0,
             pool_id=a,
             root_hash=root,
             prompt_token_ids=tuple(longer),

@@ -67,7 +67,12 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for name in ("a", "b"):
             redis_url = f"redis://{ADDRESSES['here']}:{REDIS_PORT}"
             host = Host(
-                *(name, folder, checkpoint, redis_url, POOL_MEMORY, ADDRESSES[name]),
+                name,
+                folder,
+                checkpoint,
+                redis_url,
+                POOL_MEMORY,
+                ADDRESSES[name],
                 within=network.within(name),
                 settings={"UCX_TLS": "tcp,self"},
             )

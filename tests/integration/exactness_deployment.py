@@ -109,12 +109,17 @@ class ExactnessDeployment:
             await self._add_pool("colder", setting.num_swap_blocks)
         changes, request_metrics = ChangeNotifier(), RequestMeters(self.request_metrics)
         self.directory = WorkerDirectory(
-            *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
+            self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify
         )
         router, options = Router(self.store, b"secret"), PartOptions(max_loras=1)
         self.dispatcher = Dispatcher(
-            *(self.directory, router, self.registry, options, changes),
-            *(request_metrics.record_end, Movers(b"").pull),
+            self.directory,
+            router,
+            self.registry,
+            options,
+            changes,
+            request_metrics.record_end,
+            Movers(b"").pull,
         )
         for number in range(0 if setting.mix else setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))
@@ -126,7 +131,12 @@ class ExactnessDeployment:
             await adapters.load(ADAPTER, str(self._models.adapter))
         explainer = Explainer(self.dispatcher, self.directory, router, Records())
         self._gateway = Gateway(
-            *(self.directory, self.dispatcher, changes, request_metrics, options, explainer),
+            self.directory,
+            self.dispatcher,
+            changes,
+            request_metrics,
+            options,
+            explainer,
             adapters=adapters,
         )
         asked_over_http: Any = self
@@ -186,7 +196,12 @@ class ExactnessDeployment:
         )
         device = setting.device(forward)
         parts = WorkerParts(
-            *(self.store, membership, device, limits, metrics, swap_pool),
+            self.store,
+            membership,
+            device,
+            limits,
+            metrics,
+            swap_pool,
             files=self._files(name, stamps, arena, metrics),
             adapters=WorkerAdapters(model.whole_config, model.load_adapter, 1, 64),
             grammars=Grammars(
@@ -236,8 +251,14 @@ class ExactnessDeployment:
 
     async def _announce(self, worker: Any, role: Role, max_num_seqs: int) -> None:
         member = Member(
-            *(worker.worker_id, role, "nowhere:1", "serving", 1, PROTOCOL_VERSION),
-            *(worker.pool_id, MODEL),
+            worker.worker_id,
+            role,
+            "nowhere:1",
+            "serving",
+            1,
+            PROTOCOL_VERSION,
+            worker.pool_id,
+            MODEL,
             model_dir=str(self._models.directory),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,

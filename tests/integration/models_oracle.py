@@ -172,7 +172,9 @@ class RecordingRunner(Runner):
         if self.ops.native is not None:
             self.ops.native.assign([Lane()] * num_threads)
         model = load_model(
-            *(directory, dtype, self.ops),
+            directory,
+            dtype,
+            self.ops,
             quantize=quantize,
             dequantize=dequantize,
             cache=cache,

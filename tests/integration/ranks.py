@@ -66,7 +66,9 @@ class RankedRunner(RecordingRunner):
         if self.ops.native is not None:
             self.ops.native.assign([Lane()])
         plan = ShardPlan(
-            *(checkpoint, dtype, self.ops.name),
+            checkpoint,
+            dtype,
+            self.ops.name,
             isa=self.ops.native.isa if self.ops.native else None,
             devices=devices or ["cpu"] * ranks.size,
             num_threads=1,

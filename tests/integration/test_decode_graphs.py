@@ -135,7 +135,10 @@ def test_tokens_among_drafts_are_rows_of_a_graph(
         drafts = [[*found[0][1:3], found[0][3] - wrong], [found[1][1] - wrong]]
         rows = [
             Row(
-                *([found[i][0], *drafts[i]], len(prompt), table(i), 0),
+                [found[i][0], *drafts[i]],
+                len(prompt),
+                table(i),
+                0,
                 draws=(GREEDY,) * (1 + len(drafts[i])),
                 num_drafts=len(drafts[i]),
             )

@@ -111,7 +111,11 @@ def test_tokens_behind_drafts_in_flight_are_those_of_steps_without_drafts(
         noise = torch.randn(other._head.shape, generator=torch.Generator().manual_seed(1))
         other._head = other._head + 0.2 * other._head.std() * noise
     model = DraftModel(
-        *(lambda rows: draft.launch(rows).result(), 48, SIZE, SIZE * BLOCKS_EACH, draft.launch),
+        lambda rows: draft.launch(rows).result(),
+        48,
+        SIZE,
+        SIZE * BLOCKS_EACH,
+        draft.launch,
         runs_ahead=True,
     )
     numbers = Counting()

@@ -115,7 +115,11 @@ def check_bits(
 
     def run(num_others: int, chunk: int, num_threads: int) -> Trial:
         recording = RecordingRunner(
-            *(directory, 16, 400, "cpu", dtype),
+            directory,
+            16,
+            400,
+            "cpu",
+            dtype,
             quantize=quantize,
             kv_in_int8=kv_in_int8,
             num_threads=num_threads,

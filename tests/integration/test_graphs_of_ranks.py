@@ -138,7 +138,7 @@ def test_graphs_of_all_ranks_give_the_tokens_of_one(
     ranks = crew(size)
     exchanges = noted_exchanges(monkeypatch)
     runner = runner_of(
-        *(checkpoint, tmp_path, ranks, launched_kernels, torch.float32), sums_in_order=sums_in_order
+        checkpoint, tmp_path, ranks, launched_kernels, torch.float32, sums_in_order=sums_in_order
     )
     runner.capture_graphs(MAX_ROWS, 0, lambda: ranks.new_graph(0))
     assert [len(graphs) for graphs in ranks.graphs] == [len(ladder(MAX_ROWS))] * size

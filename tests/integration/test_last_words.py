@@ -60,7 +60,11 @@ async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
     yield PREFILL.command(
         Submit(
             Ticket(
-                *("r1", 3, 0, "h1", 0),
+                "r1",
+                3,
+                0,
+                "h1",
+                0,
                 pool_id="pool",
                 root_hash=b"r" * 16,
                 prompt_token_ids=(1,),

@@ -51,7 +51,11 @@ class GpuWorker:
     async def start(self, checkpoint: Path) -> RankedRunner:
         def start() -> RankedRunner:
             return RankedRunner(
-                *(checkpoint, self._root, self.ranks, 4, NUM_BLOCKS),
+                checkpoint,
+                self._root,
+                self.ranks,
+                4,
+                NUM_BLOCKS,
                 devices=GPUS,
                 shared=self.shared,
                 join=self._join,

@@ -193,7 +193,7 @@ def test_keys_and_values_in_fp8_compile(
 def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
     arena = torch.zeros(4, 2, 2, 16, 2, 64, dtype=torch.bfloat16)
     shape = AttentionShape(
-        *(8, 2, 64, 16, arena.dtype, arena.dtype), windows=(128, None), has_sinks=True
+        8, 2, 64, 16, arena.dtype, arena.dtype, windows=(128, None), has_sinks=True
     )
     with compiling(capability, tmp_path) as compiled:
         OPS.warm_up(arena[:, 1], shape, 16)

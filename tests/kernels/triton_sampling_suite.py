@@ -276,7 +276,9 @@ def engine_tokens(
     """The tokens of requests that begin one step after the other, and how many rows ran ahead."""
     runner, stamps = LateRunner(90), SimpleNamespace(complete=lambda *block: None)
     engine = Engine(
-        *(runner, Scheduler(64, 8), stamps),  # type: ignore[arg-type]
+        runner,
+        Scheduler(64, 8),
+        stamps,  # type: ignore[arg-type]
         look_ahead=2,
         speculation=speculation,
     )
@@ -286,7 +288,11 @@ def engine_tokens(
         if number < len(kinds):
             sampling = replace(PLAIN, seed=number, max_tokens=10, **kinds[number])
             asked = Ticket(
-                *(f"r{number}", 1, number, f"h{number}", 0),
+                f"r{number}",
+                1,
+                number,
+                f"h{number}",
+                0,
                 pool_id="pool",
                 root_hash=bytes(16),
                 prompt_token_ids=(1, 2),
@@ -363,7 +369,7 @@ def test_draws_behind_drafts_that_the_device_accepts_have_their_own_random_numbe
     plain, _ = engine_tokens(runs_ahead=True, kinds=kinds, has_grammars=False)
     draft, numbers = LateRunner(90, noise), Counting()
     model = DraftModel(
-        *(lambda rows: draft.launch(rows).result(), 8, 64, 64, draft.launch), runs_ahead=True
+        lambda rows: draft.launch(rows).result(), 8, 64, 64, draft.launch, runs_ahead=True
     )
     speculation = Speculation(model, 2, numbers)
     found, num_ahead = engine_tokens(

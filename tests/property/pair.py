@@ -64,7 +64,10 @@ class Pair:
             worker_id = f"{role.__name__}-{number}"
             forward = self._forwards[worker_id] = self._device(model)
             parts = await pools.join(
-                *(worker_id, forward, limits, WorkerMetrics(CollectorRegistry())),
+                worker_id,
+                forward,
+                limits,
+                WorkerMetrics(CollectorRegistry()),
                 store=LateStore(self.store, self.chance, self._check_flights),
                 swap_class=LateColderPool,
             )

@@ -27,7 +27,9 @@ def steps(draw: st.DrawFn) -> tuple[StepFacts, dict[str, Tensor]]:
     begins = np.cumsum([0, *lens]).astype(np.int32)
     context = np.array(draw(st.lists(numbers, min_size=len(lens), max_size=len(lens))), np.int32)
     facts = StepFacts(
-        *(begins, context, draw(numbers)),
+        begins,
+        context,
+        draw(numbers),
         graph=draw(st.none() | shapes),
         wants_all=draw(st.booleans()),
         adapters=tuple(draw(st.lists(runs, max_size=3))),

@@ -68,8 +68,12 @@ def pairs(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 TALK = said(
-    *(("system", "S1"), ("developer", "D"), ("user", "U"), ("assistant", "A")),
-    *(("system", "S2"), ("user", "V")),
+    ("system", "S1"),
+    ("developer", "D"),
+    ("user", "U"),
+    ("assistant", "A"),
+    ("system", "S2"),
+    ("user", "V"),
 )
 
 

@@ -23,7 +23,10 @@ def options(**changes: object) -> ServeOptions:
 def services(asked: ServeOptions) -> tuple[ChildSpec, ...]:
     """The services of one model with these options."""
     model = ModelOptions(
-        *("tiny", Path("/models/tiny"), asked.num_prefill, asked.num_decode),
+        "tiny",
+        Path("/models/tiny"),
+        asked.num_prefill,
+        asked.num_decode,
         settings=asked.settings(WorkerOptions),
     )
     return topology.services(asked, [model], RUN)

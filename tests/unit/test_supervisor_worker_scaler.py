@@ -40,7 +40,7 @@ def scaler_of(
 ) -> tuple[WorkerScaler, list[Any]]:
     """A scaler of a run in which each model has one worker of each role, which all serve."""
     groups = [
-        ChildSpec(*(role, (), Stage.WORKER, {"QUIRE_DECODE_MIX": mix}), role=role, model=model)
+        ChildSpec(role, (), Stage.WORKER, {"QUIRE_DECODE_MIX": mix}, role=role, model=model)
         for role in ("prefill", "decode")
         for model in models
     ]
@@ -126,7 +126,18 @@ def test_workers_on_a_gpu_need_no_cpu_each() -> None:
 def serving(*names: str, busy: str = "") -> dict[str, Worker]:
     return {
         name: Worker(
-            *(f"{name}-0000000a", name[:-2], "", "pool", "m", "serving", 0, 0, 0, 0, {}, 0),
+            f"{name}-0000000a",
+            name[:-2],
+            "",
+            "pool",
+            "m",
+            "serving",
+            0,
+            0,
+            0,
+            0,
+            {},
+            0,
             busy_permille=500 if name == busy else 0,
             name=name,
         )

@@ -87,7 +87,10 @@ def _round(
     places = kv + blocks.to(tl.int64) * block_stride + keys % BLOCK_SIZE * slot_stride
     k = _loaded(
         places[None, :] + dims[:, None] * dim_stride,
-        *(is_key[None, :], is_dim[:, None], MASKED, HEAD_DIM == DIMS),
+        is_key[None, :],
+        is_dim[:, None],
+        MASKED,
+        HEAD_DIM == DIMS,
     )
     k = loaded(k, queries.dtype)
     scores = tl.dot(queries, k, input_precision="ieee")
@@ -106,7 +109,10 @@ def _round(
     kept = tl.exp2(largest - base)
     v = _loaded(
         places[:, None] + half_stride + dims[None, :] * dim_stride,
-        *(is_key[:, None], is_dim[None, :], MASKED, HEAD_DIM == DIMS),
+        is_key[:, None],
+        is_dim[None, :],
+        MASKED,
+        HEAD_DIM == DIMS,
     )
     v = loaded(v, queries.dtype)
     total = total * kept + tl.sum(weights, axis=1)

@@ -213,8 +213,17 @@ def _store_heads(
         inside = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         line = q + token * q_strides[0] + heads * q_strides[1]
         values = _turned_head(
-            *(line, q_strides[2], query_weight, eps, cos, sin, dims, inside),
-            *(HEAD_DIM, HALF, NORMS),
+            line,
+            q_strides[2],
+            query_weight,
+            eps,
+            cos,
+            sin,
+            dims,
+            inside,
+            HEAD_DIM,
+            HALF,
+            NORMS,
         )
         tl.store(out + (token * NUM_HEADS + heads) * HEAD_DIM + dims, values, inside)
         return
@@ -228,7 +237,7 @@ def _store_heads(
     if group < first_key_group + num_kv_groups:
         line = k + token * k_strides[0] + heads * k_strides[1]
         values = _turned_head(
-            *(line, k_strides[2], key_weight, eps, cos, sin, dims, inside), *(HEAD_DIM, HALF, NORMS)
+            line, k_strides[2], key_weight, eps, cos, sin, dims, inside, HEAD_DIM, HALF, NORMS
         )
         tl.store(place, stored(values, dtype), inside)
     else:

@@ -33,7 +33,12 @@ def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> 
     spots = torch.empty((2, num_draws, num_parts), dtype=torch.int32, device=device)
     tokens = torch.empty(num_draws, dtype=torch.int64, device=device)
     rows = kernels.Logits(
-        *(logits, logits.stride(0), vocab_size, num_parts, draws.state, draws.slot),
+        logits,
+        logits.stride(0),
+        vocab_size,
+        num_parts,
+        draws.state,
+        draws.slot,
         adjusted=torch.empty((num_draws if tables else 0, vocab_size), device=device),
         flags=tables.flags if tables else spots,
         maxima=torch.empty((3, num_draws, num_parts), device=device),
@@ -49,7 +54,12 @@ def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> 
     shape = {"PARTS": triton.next_power_of_2(num_parts), **exact}
     grid = (num_draws, num_parts)
     kernels.look[grid](
-        *(rows, num_draws, spots, draws.repetition, draws.frequency, draws.presence),
+        rows,
+        num_draws,
+        spots,
+        draws.repetition,
+        draws.frequency,
+        draws.presence,
         tables.biases if tables else logits,
         tables.counts if tables else spots,
         **exact,

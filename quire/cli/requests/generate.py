@@ -40,7 +40,7 @@ class RequestFlags:
 
     def request(self, prompt: Prompt, sampling: Sampling) -> Request:
         return Request(
-            *(prompt, sampling, self.model, self.request_id, self.priority, self.cache_salt)
+            prompt, sampling, self.model, self.request_id, self.priority, self.cache_salt
         )
 
 

@@ -181,7 +181,11 @@ class Measurement:
     ) -> GpuMemoryPlan:
         activations, other = self._steps or self._measured_steps()
         return GpuMemoryPlan(
-            *(self._meter.total(), utilization, num_workers, self._weights, activations),
+            self._meter.total(),
+            utilization,
+            num_workers,
+            self._weights,
+            activations,
             other=max(0, other - (shared.counted if shared else 0)),
             graphs=self._graphs,
             shared_weights=shared.num_bytes if shared else 0,

@@ -39,9 +39,15 @@ def largest_rows(lens: Sequence[int], block_size: int, vocab_size: int) -> list[
     rows = []
     for index, length in enumerate(lens):
         penalties = Adjustment(
-            *(none, no_values, none, no_values),
-            *(1.1, 0.1, 0.1),
-            *(None, none),
+            none,
+            no_values,
+            none,
+            no_values,
+            1.1,
+            0.1,
+            0.1,
+            None,
+            none,
             state=_Penalties(),
         )
         draw = Draw(_SAMPLING, index, penalties, grammar)

@@ -316,7 +316,10 @@ def native_draw(
     tokens = torch.full((len(batch.draws),), NOT_FINITE)
     scores = _new_scores(len(batch.scored), batch.num_top, vocab_size)
     head.draw(
-        *(states, torch.tensor(batch.states), native_draws(batch, masks), tokens),
+        states,
+        torch.tensor(batch.states),
+        native_draws(batch, masks),
+        tokens,
         *(torch.tensor(batch.scored, dtype=torch.int64), *scores),
     )
     return (tokens, *scores) if batch.scored else (tokens,)

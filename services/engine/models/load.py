@@ -79,7 +79,7 @@ def load_model(
         weights = DequantizedWeights(weights, FLOAT_KINDS)
     if backend.native is not None:
         return load_fused(
-            *(directory, config, weights, dtype, quantize, backend.native, cache, progress)
+            directory, config, weights, dtype, quantize, backend.native, cache, progress
         )
     kinds = section_kinds(list(all_sections(config)), weights, dtype, quantize)
     digest = weights_digest(directory, progress)
@@ -259,7 +259,8 @@ class _Parts:
             c.top_k,
             c.normalizes,
             self._in_fp32(self.weights.tensors.get(f"{names.router}.bias")),
-            *(self._expert_biases(pairs), self._expert_biases(names.down)),
+            self._expert_biases(pairs),
+            self._expert_biases(names.down),
             c.alpha,
             c.limit,
         )

@@ -125,7 +125,10 @@ class Rank:
         kernels that rank 0 has chosen for its own."""
         self._plan, self._ops = plan, ops
         self.model = load_shard(
-            *(plan.model, plan.dtype, ops, str(self.device.torch)),
+            plan.model,
+            plan.dtype,
+            ops,
+            str(self.device.torch),
             rank=self.number,
             size=len(plan.devices),
             quantize=plan.quantize,

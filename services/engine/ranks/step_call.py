@@ -60,7 +60,9 @@ class StepCall:
         ends = np.cumsum([_NUM_COUNTS, 3 * num_runs, num_rows + 1])
         _, runs, query_begins, context_lens = np.split(values, ends)
         facts = StepFacts(
-            *(query_begins, context_lens, num_tokens),
+            query_begins,
+            context_lens,
+            num_tokens,
             graph=shape if any(graph) else None,
             wants_all=bool(wants_all),
             adapters=tuple(AdapterRun(*run) for run in runs.reshape(-1, 3).tolist()),

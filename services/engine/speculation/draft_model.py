@@ -223,7 +223,9 @@ class DraftModel:
         if drawn_by is not None:
             token_ids, start = [UNKNOWN_TOKEN], len(tokens) + has_unknown + number - 1
         return Row(
-            *(token_ids, start, cache.blocks),
+            token_ids,
+            start,
+            cache.blocks,
             draws=draws,
             drawn_by=drawn_by,
             num_unknown=max(0, sequence.num_unknown - 1),

@@ -53,7 +53,9 @@ async def admit(
     max_tokens = resolve_max_tokens(
         len(prompt),
         _at_most(most, asked.max_tokens) if asked.max_tokens else None,
-        *(served.max_model_len, served.specs, sampling.width),
+        served.max_model_len,
+        served.specs,
+        sampling.width,
         default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_of_prompt(len(prompt), asked.prompt_logprobs)
@@ -67,7 +69,11 @@ async def admit(
     structure = await form_of(request, parsing, served.model)
     sampling = replace(sampling, max_tokens=max_tokens, structure=structure)
     return Request(
-        *(request, request_id, name, prompt, sampling),
+        request,
+        request_id,
+        name,
+        prompt,
+        sampling,
         prompt_logprobs=asked.prompt_logprobs,
         parsing=parsing,
         adapter=adapter,

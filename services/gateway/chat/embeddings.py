@@ -40,7 +40,7 @@ async def admit_embedding(
         text = f"{context_length(served.max_model_len)} However, {problem}"
         raise PromptTooLong(text, PROMPT)
     return Request(
-        *(asked, request_id, name, prompt, _NOTHING_DRAWN), pooling=pooling, adapter=adapter
+        asked, request_id, name, prompt, _NOTHING_DRAWN, pooling=pooling, adapter=adapter
     )
 
 

@@ -34,18 +34,22 @@ class _Writing:
 
 _WRITINGS: dict[CallFormat, _Writing] = {
     CallFormat.HERMES: _Writing(
-        *('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+        '<tool_call>\n{"name": "NAME", "arguments": ',
+        "}\n</tool_call>",
+        "\n",
         trigger="<tool_call>",
     ),
     CallFormat.LLAMA3_JSON: _Writing('{"name": "NAME", "parameters": ', "}", "; "),
     CallFormat.MISTRAL: _Writing(
-        *('{"name": "NAME", "arguments": ', "}"),
+        '{"name": "NAME", "arguments": ',
+        "}",
         before="[TOOL_CALLS][",
         after="]",
         trigger="[TOOL_CALLS]",
     ),
     CallFormat.TOOL_CALL_LIST: _Writing(
-        *('{"name": "NAME", "arguments": ', "}"),
+        '{"name": "NAME", "arguments": ',
+        "}",
         before="<|tool_call|>[",
         after="]<|/tool_call|>",
         trigger="<|tool_call|>",

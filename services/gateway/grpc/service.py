@@ -121,7 +121,10 @@ def _embedding_from_wire(
 ) -> EmbeddingRequest:
     dimensions = message.dimensions if message.HasField("dimensions") else None
     return EmbeddingRequest(
-        *(_prompt(message), message.request_id, message.model, dimensions),
+        _prompt(message),
+        message.request_id,
+        message.model,
+        dimensions,
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,

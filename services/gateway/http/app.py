@@ -168,7 +168,9 @@ class _Endpoints:
         if not body.stream:
             return Json(await answer.whole(deltas))
         return EventStream(
-            *(answer.parts(deltas), answer.error_event, self._stream_ping_s),
+            answer.parts(deltas),
+            answer.error_event,
+            self._stream_ping_s,
             is_named=answer.is_named,
             ping=answer.ping,
         )

@@ -79,7 +79,7 @@ class Placement:
         if not pools:
             reason = f"no decode worker takes {num_sequences} sequences at a time now"
             return self._delay_without_workers(
-                *(queue, request), reason if complete else self._workers.missing(queue.model)
+                queue, request, reason if complete else self._workers.missing(queue.model)
             )
         queue.without_workers_since = None
         problems = [request.capacity_problem(pool.spec) for pool in pools]

@@ -61,7 +61,9 @@ class Retention:
                         RetainedPrefix(
                             each.name,
                             "" if each.owner == NO_TENANT else each.owner,
-                            *(spec.model, spec.pool_id, each.num_blocks * spec.block_size),
+                            spec.model,
+                            spec.pool_id,
+                            each.num_blocks * spec.block_size,
                             each.num_cached * spec.block_size if tells else None,
                             each.left_ms / 1000,
                         )

@@ -214,9 +214,13 @@ def placed(
         for worker, load in ranked[:MAX_LISTED]
     )
     return Placed(
-        *(spec.pool_id, spec.fingerprint, spec.block_size),
+        spec.pool_id,
+        spec.fingerprint,
+        spec.block_size,
         tuple(PrefillOption(*each, (each[1] + each[2]) * s_per_token) for each in options),
-        *(decode_id, decode, route.source_pool_id),
+        decode_id,
+        decode,
+        route.source_pool_id,
     )
 
 

@@ -179,7 +179,11 @@ FAMILIES: Mapping[str, Family] = {
         biases="none",
         windows="all layers",
         experts=ExpertNames(
-            *("block_sparse_moe", "gate", "w1", "w3", "w2"),
+            "block_sparse_moe",
+            "gate",
+            "w1",
+            "w3",
+            "w2",
             numbers=("num_local_experts",),
             width="intermediate_size",
             normalizes=True,
@@ -198,7 +202,11 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="per head",
         windows="all layers by flag",
         experts=ExpertNames(
-            *("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+            "mlp",
+            "gate",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
             numbers=("num_experts", "num_local_experts"),
             number=128,
             width="moe_intermediate_size",
@@ -216,7 +224,11 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family(
         windows="every second",
         experts=ExpertNames(
-            *("mlp", "router", "gate_proj", "up_proj", "down_proj"),
+            "mlp",
+            "router",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
             numbers=("num_local_experts",),
             width="intermediate_size",
             normalizes=True,

@@ -229,7 +229,11 @@ def _experts(fields: JsonFields, family: Family, num_layers: int) -> ExpertConfi
     width = fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length"))
     swiglu = family.defaults if family.experts.swiglu else {}
     return ExpertConfig(
-        *(num, top_k, width, normalizes, (True,) * num_layers),
+        num,
+        top_k,
+        width,
+        normalizes,
+        (True,) * num_layers,
         swiglu.get("swiglu_alpha", 0.0),
         swiglu.get("swiglu_limit", 0.0),
     )

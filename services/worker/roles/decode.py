@@ -211,7 +211,10 @@ class Decode(SingleRole[DecodeJob]):
         block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
         try:
             claim = await worker.store.claim(
-                *(worker.pool_id, ticket.holder_id, ticket.holder_epoch, worker.worker_id),
+                worker.pool_id,
+                ticket.holder_id,
+                ticket.holder_epoch,
+                worker.worker_id,
                 tuple(dict.fromkeys(block_ids)),
             )
         except (StaleHolder, NotHeld) as error:

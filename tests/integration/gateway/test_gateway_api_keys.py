@@ -215,7 +215,10 @@ async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -
     path = tmp_path / "keys.json"
     path.write_text('{"keys": [{"name": "x"}]}')
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.gateway", "--check"),
+        sys.executable,
+        "-m",
+        "services.gateway",
+        "--check",
         env={"QUIRE_GATEWAY_API_KEYS_FILE": str(path)},
         stderr=asyncio.subprocess.PIPE,
     )

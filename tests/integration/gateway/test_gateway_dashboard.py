@@ -100,9 +100,7 @@ async def dashboard(
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    shown = Dashboard(
-        *(setting, harness.assembly, metrics, manager), host="127.0.0.1", keyring=keys
-    )
+    shown = Dashboard(setting, harness.assembly, metrics, manager, host="127.0.0.1", keyring=keys)
     routes = shown.routes()
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:

@@ -18,7 +18,11 @@ from services.runtime.rpc.transport import RpcServer
 
 SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
 TICKET = Ticket(
-    *("r", 1, 1, "h", 2),
+    "r",
+    1,
+    1,
+    "h",
+    2,
     pool_id="a",
     root_hash=b"r" * 16,
     prompt_token_ids=(1, 2, 3),

@@ -107,7 +107,9 @@ async def launch(
         **more,
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.gateway"),
+        sys.executable,
+        "-m",
+        "services.gateway",
         env={f"QUIRE_GATEWAY_{name}": value for name, value in settings.items()},
         **(options or {}),
     )

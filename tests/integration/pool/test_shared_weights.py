@@ -87,7 +87,7 @@ class Worker:
     def _load(self) -> Model:
         ops = kvops.backend("reference")
         return load_model(
-            *(self._checkpoint, torch.float32, ops), quantize=self._quantize, shared=self.shared
+            self._checkpoint, torch.float32, ops, quantize=self._quantize, shared=self.shared
         )
 
     @property

@@ -164,7 +164,11 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
     )
     sampling, issuer = walk.request.sampling, ScriptedWorker("issuer")
     ticket = Ticket(
-        *("r1", 7, 5, "h", 4),
+        "r1",
+        7,
+        5,
+        "h",
+        4,
         pool_id="pool",
         root_hash=ROOT,
         prompt_token_ids=PROMPT,
@@ -236,7 +240,11 @@ async def test_logprobs_that_no_gateway_kept_are_computed_again(is_parked: bool)
         walk.output.replay(received)
         state = TicketSequence(0, tuple(expected(3)), (9, 10), len(PROMPT) + 2)
         ticket = Ticket(
-            *("r1", 7, 5, "h", 4),
+            "r1",
+            7,
+            5,
+            "h",
+            4,
             pool_id="pool",
             root_hash=ROOT,
             prompt_token_ids=PROMPT,

@@ -53,7 +53,12 @@ class Deployment:
         self.changes: list[tuple[str, Role]] = []
         gauge = GatewayMetrics(CollectorRegistry()).recommended_workers
         self.planner = Planner(
-            *("gateway-2", self.registry, self.store, lambda name: 0, (1.0, 0.1), gauge),
+            "gateway-2",
+            self.registry,
+            self.store,
+            lambda name: 0,
+            (1.0, 0.1),
+            gauge,
             self._change_role,
         )
 

@@ -85,7 +85,15 @@ async def test_every_field_arrives() -> None:
     message.received.sequences.add(index=2, token_ids=[8, 9])
     message.received.sequences.add(index=0, finish_reason="FINISH_REASON_LENGTH")
     wanted = RequestedSampling(
-        *(0.5, 3, 0.75, 0.25, 2**63, 9, ("a", "b"), (4, 5), True),
+        0.5,
+        3,
+        0.75,
+        0.25,
+        2**63,
+        9,
+        ("a", "b"),
+        (4, 5),
+        True,
         repetition_penalty=1.5,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
@@ -99,7 +107,10 @@ async def test_every_field_arrives() -> None:
     )
     received = Received(2, (8, 9)), Received(0, (), FinishReason.LENGTH)
     assert await asked_for(message, 1.5) == GenerationRequest(
-        *((1, 2), "r", "m", wanted),
+        (1, 2),
+        "r",
+        "m",
+        wanted,
         priority=-3,
         cache_salt="tenant",
         timeout_s=1.5,

@@ -25,9 +25,12 @@ from services.gateway.request.timeline import Timeline
 
 ROOT = Root(1, "", "fingerprint", "pool")
 PLACED = Placed(
-    *("pool", "fingerprint", 16),
+    "pool",
+    "fingerprint",
+    16,
     (PrefillOption("prefill-1", 0, 40, 0.08), PrefillOption("prefill-2", 100, 40, 0.3)),
-    *("decode-1", (("decode-1", 3, 4), ("decode-2", 1, 4))),
+    "decode-1",
+    (("decode-1", 3, 4), ("decode-2", 1, 4)),
 )
 HOLDERS = (("r7", 30), ("r9", 1))
 WAITED = BlocksAwaited("prefill-1", 8, 2, HOLDERS)
@@ -51,7 +54,10 @@ def record(
     timeline.ended_s = len(events) / 10
     hashes = "".join(letter * 8 for letter in blocks).encode()
     return Record(
-        *(name, ("", "host"), timeline, stats),
+        name,
+        ("", "host"),
+        timeline,
+        stats,
         model="toy",
         root=root,
         hashes=hashes,

@@ -44,7 +44,11 @@ class DirectorySetup:
         self.num_loads = 0
         self.now_s = 0.0
         self.directory = WorkerDirectory(
-            *(self.registry, self.store, self._connect, self._load, self.changes.notify),
+            self.registry,
+            self.store,
+            self._connect,
+            self._load,
+            self.changes.notify,
             poll_s=0.001,
             clock=lambda: self.now_s,
         )
@@ -63,7 +67,11 @@ class DirectorySetup:
     async def watching(self) -> AsyncIterator[WorkerDirectory]:
         """Another directory, which looks an hour later unless it has a reason to look earlier."""
         directory = WorkerDirectory(
-            *(self.registry, self.store, self._connect, self._load, self.changes.notify),
+            self.registry,
+            self.store,
+            self._connect,
+            self._load,
+            self.changes.notify,
             poll_s=3600,
         )
         watching = asyncio.create_task(directory.watch())
@@ -87,7 +95,15 @@ async def setup() -> DirectorySetup:
 
 def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -> Member:
     return Member(
-        *(worker_id, role, "host:1", "serving", 1, 1, pool_id, model, model),
+        worker_id,
+        role,
+        "host:1",
+        "serving",
+        1,
+        1,
+        pool_id,
+        model,
+        model,
         max_model_len=4096,
         max_num_seqs=16,
     )

@@ -105,7 +105,8 @@ def output_of(request: Request) -> Output:
     sequences = [
         OutputSequence(
             index,
-            *(Detokenizer(Pieces(pieces, pieces)), StopMatcher(asked.stop)),
+            Detokenizer(Pieces(pieces, pieces)),
+            StopMatcher(asked.stop),
             frozenset(),
         )
         for index in range(asked.n)
@@ -128,7 +129,7 @@ class Walk:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.host = ScriptedHost()
         asked = RequestedSampling(n=num_sequences, stop=stop, beam=beam)
-        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), n=num_sequences, beam=beam)
+        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS, n=num_sequences, beam=beam)
         self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=timeout_s)
         self.request = Request(self.asked, "r1", "toy", PROMPT, sampling)
         self.output = self.request.output = output_of(self.request)

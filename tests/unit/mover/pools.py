@@ -199,7 +199,11 @@ class World:
         epoch: int = 0,
     ) -> Ticket:
         return Ticket(
-            *("r", 1, 7, holder_id, epoch),
+            "r",
+            1,
+            7,
+            holder_id,
+            epoch,
             pool_id="a",
             root_hash=ROOT,
             prompt_token_ids=tuple(prompt),

@@ -18,7 +18,11 @@ from services.protocol.ticket import SamplingParams, Ticket, TicketSequence, Tic
 from services.runtime.errors import Unavailable
 
 TICKET = Ticket(
-    *("r", 1, 1, "h", 2),
+    "r",
+    1,
+    1,
+    "h",
+    2,
     pool_id="a",
     root_hash=b"r" * 16,
     prompt_token_ids=(1, 2, 3),

@@ -124,7 +124,10 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
             roles: tuple[Any, ...] = Prefill, Decode
             for role, model, registry in zip(roles, models, figures, strict=True):
                 parts = await pools.join(
-                    *(role.__name__, device(model), limits, WorkerMetrics(registry)),
+                    role.__name__,
+                    device(model),
+                    limits,
+                    WorkerMetrics(registry),
                     compares_costs=compares_costs,
                 )
                 if parts.swap_pool is not None:

@@ -46,7 +46,9 @@ class Host:
         self.model = FakeForward(Arena(SIZE, self.stamps))
         self.device = LateForward(self.model)
         self.engine = Engine(
-            *(self.device, Scheduler(budget, 64), self.stamps),
+            self.device,
+            Scheduler(budget, 64),
+            self.stamps,
             look_ahead=2,
             check_fence=self.check_fence,
         )

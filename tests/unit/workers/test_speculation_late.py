@@ -58,7 +58,9 @@ def run(
     model = FakeForward(Arena(SIZE, stamps))
     device, model.poison = LateForward(model), poison
     engine = Engine(
-        *(device, Scheduler(64, 64), stamps),
+        device,
+        Scheduler(64, 64),
+        stamps,
         look_ahead=8,
         speculation=speculation,
     )
@@ -187,7 +189,7 @@ def drafting(
     )
     launch = LateForward(forward, most_flights=999).launch
     model = DraftModel(
-        *(lambda rows: launch(rows).result(), num_blocks, SIZE, 1000, launch), runs_ahead=True
+        lambda rows: launch(rows).result(), num_blocks, SIZE, 1000, launch, runs_ahead=True
     )
     return Speculation(model, num_tokens, numbers)
 
