@@ -148,9 +148,9 @@ Decoder::HeadsAtOnce Decoder::heads_at_once(const Linear& weights, int64_t m) co
   return {least, round_up((m + num_pieces - 1) / num_pieces, kTokens)};
 }
 
-// Computes a layer's queries, keys and values. An output of the linear for some heads of some tokens
-// stays in a lane's own memory until it is normed and rotated: of many tokens, it would fill more
-// than the caches.
+// Computes a layer's queries, keys and values. An output of the linear for some heads of some
+// tokens stays in a lane's own memory until it is normed and rotated: of many tokens, it would fill
+// more than the caches.
 void Decoder::project(Lane& lane, const Inputs& x, size_t index, const Batch& batch,
                       const Arena& arena, const Buffers& b) {
   const Layer& layer = layers_[index];

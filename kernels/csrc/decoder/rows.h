@@ -1,8 +1,8 @@
 // The work on rows between linears and attention: norms, rotation, quantization.
 //
-// A row's sums run over lanes and vectors in an order that only its width decides. A value that is not
-// finite stays so: a quantized row that held an infinity or a NaN has a scale that is not finite,
-// and every integer is 0 there, so that all products with it are NaN.
+// A row's sums run over lanes and vectors in an order that only its width decides. A value that is
+// not finite stays so: a quantized row that held an infinity or a NaN has a scale that is not
+// finite, and every integer is 0 there, so that all products with it are NaN.
 #pragma once
 
 #include "isa/simd.h"
