@@ -37,7 +37,8 @@ setup: .venv/.native ## Create .venv and install everything into it
 # The C++ kernels, in a build folder that stays, so a later run compiles only changed files.
 .venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES)
 	@echo "Compiling the C++ kernels: minutes the first time, later only changed files ..."
-	$(BIN)/pip install $(HOW_LOUD) --no-deps --no-build-isolation --check-build-dependencies --editable .
+	$(BIN)/pip install $(HOW_LOUD) --no-deps --no-build-isolation --check-build-dependencies \
+	  --config-settings=cmake.define.QUIRE_EMULATED_AMX=ON --editable .
 	touch $@
 
 proto: setup ## Generate quire/v1 from proto/

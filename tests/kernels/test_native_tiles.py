@@ -136,6 +136,12 @@ def test_the_emulation_computes_what_amx_does(kind: Kind, m: int, n: int, k: int
         assert same_bits(linear(amx, kind, x, weight), linear(emulated, kind, x, weight))
 
 
+@pytest.mark.skipif("avx2" not in usable_kernels(), reason="this CPU has no AVX2")
+def test_the_emulation_is_built_for_tests() -> None:
+    """With CMake's option QUIRE_EMULATED_AMX, as by `make setup`; packages have no emulation."""
+    assert emulated_kernels() == ["amx_emulated"]
+
+
 def test_an_emulation_is_chosen_by_tests_alone() -> None:
     assert not set(emulated_kernels()) & set(usable_kernels())
     assert NativeCpu().isa == usable_kernels()[0]

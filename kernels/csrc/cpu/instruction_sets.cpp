@@ -42,7 +42,7 @@ std::vector<const Kernels*> usable_kernels() {
 }
 
 std::vector<const Kernels*> emulated_kernels() {
-#if defined(__x86_64__)
+#if defined(QUIRE_EMULATED_AMX)
   if (has_avx2()) return {amx_emulated_kernels()};
 #endif
   return {};
