@@ -1,6 +1,8 @@
 """Bounds the time and the memory that request bodies take: each body, and all that arrive now."""
 
 import asyncio
+import ctypes
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -19,6 +21,8 @@ DEFAULT_BODY_TIMEOUT_S = 60.0
 """A proxy takes bodies of slower clients, and sends them at once."""
 _SMALL_BODY_BYTES = 64 * 1024
 """This much of a body is always accepted, so that large bodies do not keep small ones out."""
+_TRIM_BYTES = 32 * 1024 * 1024
+"""Freed memory is returned to the kernel if bodies took more than this."""
 _RETRY_DELAY_S = 1.0
 _MAX_DROPPED_BYTES = 32 * 1024 * 1024
 """The most bytes of a body that are read and dropped before an answer that does not need them."""
@@ -46,6 +50,9 @@ class BodyLimits:
         self.timeout_s = timeout_s
         self.num_bytes = 0
         """The decoded bytes of all bodies that count."""
+        self._peak_bytes = 0
+        """The largest `num_bytes` since freed memory was last returned to the kernel."""
+        self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(self, Headers(scope=scope), receive, send)
@@ -64,6 +71,15 @@ class BodyLimits:
                 _RETRY_DELAY_S,
             )
         self.num_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self.num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Takes a body off the count. After a peak, asks glibc to return freed memory: otherwise
+        glibc keeps all freed memory that lies below memory in use."""
+        self.num_bytes -= num_bytes
+        if self._peak_bytes > _TRIM_BYTES and self.num_bytes < self._peak_bytes // 2:
+            self._peak_bytes = self.num_bytes
+            asyncio.get_running_loop().call_soon(self._give_back)  # once the body is freed
 
 
 class _Body:
@@ -81,7 +97,7 @@ class _Body:
         self._until = asyncio.get_running_loop().time() + limits.timeout_s
 
     def release(self) -> None:
-        self._limits.num_bytes -= self.num_bytes
+        self._limits.release(self.num_bytes)
         self.num_bytes = 0
 
     async def receive(self) -> Message:
@@ -132,3 +148,9 @@ class _Body:
 
 def _too_large() -> HTTPException:
     return HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+def _malloc_trim() -> Callable[[], None]:
+    """glibc's `malloc_trim`; a function that does nothing with other C libraries."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: None) if trim is None else (lambda: trim(0))
