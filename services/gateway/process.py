@@ -30,8 +30,7 @@ from services.gateway.grpc.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.grpc.service import InferenceService
 from services.gateway.http.adapters import adapter_routes
 from services.gateway.http.app import create_app
-from services.gateway.http.connections import ConnectionLimits
-from services.gateway.http.departure import Departure
+from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.http.usage import usage_route
 from services.gateway.output.output import PAUSE_AFTER_S

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from http import HTTPStatus
@@ -24,11 +24,14 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answering.answer import COMPLETIONS, Answer
 from services.gateway.http.answering.in_order import in_order
+from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.answering.merge import merged
 from services.gateway.http.answering.sending import (
+    CLIENT_GONE,
     DEFAULT_STREAM_PING_S,
     EventStream,
     Json,
+    unless_disconnected,
 )
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.schema import SampledBody
@@ -166,7 +169,7 @@ class _Endpoints:
         answer = form(body, name, self._model(body.model))
         deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
         if not body.stream:
-            return Json(await answer.whole(deltas))
+            return await _whole(request, answer.whole(deltas))
         return EventStream(
             answer.parts(deltas),
             answer.error_event,
@@ -181,11 +184,14 @@ class _Endpoints:
         """The answer that needs the embeddings of several texts."""
         body, name, timeout_s = await self._read(request, kind)
 
-        left, _ = body.inputs()
-        in_pairs = bool(left) and await self._generator.scores_pairs(body.model or "", name)
-        requests = body.requests(name, timeout_s, in_pairs=in_pairs)
-        found = await in_order(self._generator.embed, requests, AT_ONCE)
-        return Json(body.answer(found, name, self._model(body.model)()))
+        async def answer() -> JSON:
+            left, _ = body.inputs()
+            in_pairs = bool(left) and await self._generator.scores_pairs(body.model or "", name)
+            requests = body.requests(name, timeout_s, in_pairs=in_pairs)
+            found = await in_order(self._generator.embed, requests, AT_ONCE)
+            return body.answer(found, name, self._model(body.model)())
+
+        return await _whole(request, answer())
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str, float | None]:
         """The request's body, its id, and the seconds until its deadline."""
@@ -252,6 +258,11 @@ class _Endpoints:
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
             "max_input_tokens": model.max_model_len,
         }
+
+
+async def _whole(request: Request, answer: Coroutine[Any, Any, JSON]) -> Response:
+    whole = await unless_disconnected(request.receive, answer)
+    return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
 
 
 def _timeout_s(request: Request) -> float | None:

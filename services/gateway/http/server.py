@@ -16,8 +16,8 @@ from services.gateway.http.connections import (
     Connection,
     ConnectionLimits,
     Connections,
+    Departure,
 )
-from services.gateway.http.departure import Departure
 from services.runtime.errors import StartupError
 from services.runtime.rpc.tls import Newest, TlsFiles
 from services.runtime.ticks import until_tick
@@ -53,7 +53,7 @@ async def http_server(
     """
     limits = limits or ConnectionLimits()
     departure = departure or Departure()
-    connections = Connections(app, limits, departure.begun)
+    connections = Connections(app, limits, departure)
     config = uvicorn.Config(
         connections,
         http=Connection,
@@ -87,7 +87,7 @@ async def http_server(
     ]
     tasks = [
         asyncio.create_task(_set_dates(server), name="http"),
-        asyncio.create_task(departure.of(server), name="http departure"),
+        asyncio.create_task(_depart(server, connections, departure), name="http departure"),
     ]
     try:
         yield listening.getsockname()[1]
@@ -104,6 +104,14 @@ async def _set_dates(server: uvicorn.Server) -> None:
     while True:
         await server.on_tick(0)
         await asyncio.sleep(until_tick(_DATE_INTERVAL_S))
+
+
+async def _depart(server: uvicorn.Server, connections: Connections, departure: Departure) -> None:
+    """Accept no connection once the departure has begun."""
+    await departure.begun.wait()
+    for each in server.servers:
+        each.close()
+    connections.check_departure()
 
 
 def _tls_context(files: TlsFiles) -> ssl.SSLContext:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from .conftest import FakeGenerator, soon
+from .conftest import FakeGenerator
 from .raw import HEALTH, connected, post
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -68,32 +68,26 @@ async def test_headers_have_64_kib(port: int, num_before: int, version: bytes) -
             assert (await connection.answer()).status == status
 
 
-@pytest.mark.parametrize("asked", [post(PROMPT), JAVA])
-async def test_pipelined_requests_are_answered_in_turn(
-    port: int, generator: FakeGenerator, asked: bytes
+@pytest.mark.parametrize("first", [HEALTH, post(PROMPT)])
+async def test_pipelined_requests_are_refused(
+    port: int, generator: FakeGenerator, first: bytes
 ) -> None:
-    """If their client leaves, the one that is being answered ends, and the others do not begin."""
+    """Those that come together with an answer, and one that comes later with the connection's
+    end."""
     async with connected(port) as connection:
-        connection.send(asked + HEALTH * 3)
-        assert [(await connection.answer()).status for _ in range(4)] == [200] * 4
+        connection.send(first + HEALTH * 10_000)
+        answer = await connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert "one request after another" in answer.error["message"]
+        assert await connection.closed() == b""
+    assert generator.requests == []
     generator.pause_at = 1
-    generator.closed.clear()
-    async with soon():
-        async with connected(port) as connection:
-            connection.send(asked[:-4])
-            await asyncio.sleep(0)
-            connection.send(asked[-4:] + asked)
-            await generator.paused.wait()
-        await generator.closed.wait()
-    assert len(generator.requests) == 2
-
-
-async def test_a_stream_to_http_1_0_ends_with_its_connection(port: int) -> None:
     async with connected(port) as connection:
-        connection.send(post(b'{"prompt": "Hi", "stream": true}').replace(b"/1.1", b"/1.0"))
-        answer = await connection.closed()
-    assert b"chunked" not in answer.lower()
-    assert answer.endswith(b"data: [DONE]\n\n")
+        connection.send(post(PROMPT))
+        await generator.paused.wait()
+        connection.send(HEALTH)
+        await generator.closed.wait()
+        assert await connection.closed() == b""
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:

@@ -1,16 +1,21 @@
-"""Sends answers: JSON as a whole, or server-sent events."""
+"""Sends answers: JSON as a whole, or server-sent events. Both end when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+T = TypeVar("T")
+
 _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
 """Characters that clients such as httpx take for the end of a line, and their JSON escapes."""
+
+CLIENT_GONE = 499
+"""Status of an answer to a client that has disconnected, as in nginx."""
 
 DEFAULT_STREAM_PING_S = 15.0
 """How long a stream may be silent before it sends a comment, since proxies end a connection that is
@@ -36,7 +41,8 @@ class EventStream(Response):
     bytes is sent as it is.
 
     The headers leave with the first event, or after a second without one. Before that, an error
-    sets the answer's status; a later error becomes the last event, made by `error_event`.
+    sets the answer's status; a later error becomes the last event, made by `error_event`. The
+    generator is closed as soon as the client disconnects, not at the next event.
 
     After `ping_s` of silence the stream sends `ping`, which clients skip, so that proxies do not
     cut the connection. With 0 it sends none.
@@ -67,6 +73,9 @@ class EventStream(Response):
         """Whether no event has come since the last ping."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
         keeping = asyncio.create_task(self._keep_open(send))
         try:
             async with aclosing(self._events) as events:
@@ -111,3 +120,25 @@ class EventStream(Response):
 
 def _part(body: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`, or None if the client disconnects first; then `work` has been
+    cancelled and has ended. The caller must have read the request's body before."""
+    try:
+        async with asyncio.timeout(None) as limit:
+            leaving = asyncio.create_task(_expire_at_disconnect(receive, limit))
+            try:
+                return await work
+            finally:
+                leaving.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
+
+
+async def _expire_at_disconnect(receive: Receive, limit: asyncio.Timeout) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    limit.reschedule(asyncio.get_running_loop().time())

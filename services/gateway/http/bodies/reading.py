@@ -21,8 +21,6 @@ from services.runtime.errors import InvalidRequest
 
 PARAM_NAMES = "param_names"
 """The entry of a request's state with its body's names of parameters."""
-BODY_PARSED = "body_parsed"
-"""The entry of a request's state with a function to call when its body has been parsed."""
 _MAX_PROBLEMS = 5
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -46,10 +44,7 @@ async def read_body(request: Request, model: type[M]) -> M:
     else:
         loop = asyncio.get_running_loop()
         body = await loop.run_in_executor(_parsing, _validated, content, model)
-    state = request.scope.setdefault("state", {})
-    state[PARAM_NAMES] = getattr(body, "names", {})
-    if BODY_PARSED in state:
-        state[BODY_PARSED]()
+    request.scope.setdefault("state", {})[PARAM_NAMES] = getattr(body, "names", {})
     return body
 
 

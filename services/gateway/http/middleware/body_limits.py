@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.http.bodies.reading import BODY_PARSED
 from services.gateway.http.middleware.content_encoding import BodyDecoder
 from services.runtime.errors import Overloaded
 from services.runtime.rpc.transport import MAX_MESSAGE_BYTES
@@ -25,7 +24,7 @@ _TRIM_BYTES = 32 * 1024 * 1024
 """Freed memory is returned to the kernel if bodies took more than this."""
 _RETRY_DELAY_S = 1.0
 _MAX_DROPPED_BYTES = 32 * 1024 * 1024
-"""The most bytes of a body that are read and dropped before an answer that does not need them."""
+"""The most bytes of a body that are read and dropped after an answer that did not need them."""
 _DROP_FOR_S = 2.0
 """How long they are read."""
 
@@ -36,49 +35,47 @@ class BodyLimits:
     all bodies together would take more than `max_memory_bytes`. Bodies arrive decoded
     (`BodyDecoder`), and count with their decoded size.
 
-    A body counts from its first byte until the application has parsed it and calls BODY_PARSED of
-    the request's state, or returns.
+    A body counts from its first byte until the application calls `receive` for the message after
+    the body, or returns. The application makes that call after it has parsed the body.
 
-    Before an answer that does not need the whole body, the rest is dropped, since a client that
-    still sends could otherwise lose the answer. If the body has not ended then, the answer closes
-    the connection.
+    An answer that comes before the end of its request's body closes the connection. The rest of the
+    body is dropped first, since a client that still sends could otherwise lose the answer.
     """
 
     def __init__(self, app: ASGIApp, max_memory_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_memory_bytes = max_memory_bytes
         self.timeout_s = timeout_s
-        self.num_bytes = 0
-        """The decoded bytes of all bodies that count."""
+        self._num_bytes = 0
         self._peak_bytes = 0
-        """The largest `num_bytes` since freed memory was last returned to the kernel."""
+        """The largest `_num_bytes` since freed memory was last returned to the kernel."""
         self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(self, Headers(scope=scope), receive, send)
-        scope.setdefault("state", {})[BODY_PARSED] = body.release
         try:
             await self._app(scope, body.receive, body.send)
         finally:
-            body.release()
+            self.release(body.num_bytes)
 
     def take(self, num_bytes: int, *, is_small: bool) -> None:
         """Counts bytes that arrived. Raises Overloaded."""
-        if self.num_bytes + num_bytes > self._max_memory_bytes and not is_small:
+        total = self._num_bytes + num_bytes
+        if total > self._max_memory_bytes and not is_small:
             raise Overloaded(
-                f"bodies that are being received take {self.num_bytes} bytes, and may take "
+                f"bodies that are being received take {self._num_bytes} bytes, and may take "
                 f"{self._max_memory_bytes}; try again",
                 _RETRY_DELAY_S,
             )
-        self.num_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self.num_bytes)
+        self._num_bytes = total
+        self._peak_bytes = max(self._peak_bytes, total)
 
     def release(self, num_bytes: int) -> None:
         """Takes a body off the count. After a peak, asks glibc to return freed memory: otherwise
         glibc keeps all freed memory that lies below memory in use."""
-        self.num_bytes -= num_bytes
-        if self._peak_bytes > _TRIM_BYTES and self.num_bytes < self._peak_bytes // 2:
-            self._peak_bytes = self.num_bytes
+        self._num_bytes -= num_bytes
+        if self._peak_bytes > _TRIM_BYTES and self._num_bytes < self._peak_bytes // 2:
+            self._peak_bytes = self._num_bytes
             asyncio.get_running_loop().call_soon(self._give_back)  # once the body is freed
 
 
@@ -96,12 +93,10 @@ class _Body:
         self._has_ended = not self._declared and "transfer-encoding" not in headers
         self._until = asyncio.get_running_loop().time() + limits.timeout_s
 
-    def release(self) -> None:
-        self._limits.release(self.num_bytes)
-        self.num_bytes = 0
-
     async def receive(self) -> Message:
         if self._has_ended:
+            self._limits.release(self.num_bytes)
+            self.num_bytes = 0
             return await self._receive()
         if self._declared > MAX_BODY_BYTES:
             raise _too_large()
@@ -130,16 +125,23 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and not self._has_ended:
-            await self._drop()
-            if not self._has_ended:
-                headers = [*message.get("headers", ()), (b"connection", b"close")]
-                message = {**message, "headers": headers}
-        await self._send(message)
+        is_start = message["type"] == "http.response.start"
+        if is_start:
+            await self._drop(0.0)  # what has arrived, perhaps all of it
+        if self._has_ended:
+            await self._send(message)
+        elif is_start:
+            headers = [*message.get("headers", ()), (b"connection", b"close")]
+            await self._send({**message, "headers": headers})
+        else:
+            await self._send({**message, "more_body": True})
+            if not message.get("more_body", False):
+                await self._drop(_DROP_FOR_S)
+                await self._send({"type": "http.response.body"})
 
-    async def _drop(self) -> None:
-        """Reads the rest of the body, for `_DROP_FOR_S` at most."""
-        self._until = asyncio.get_running_loop().time() + _DROP_FOR_S
+    async def _drop(self, time_s: float) -> None:
+        """Reads the rest of the body, for `time_s` at most."""
+        self._until = asyncio.get_running_loop().time() + time_s
         num_bytes = 0
         with suppress(HTTPException):
             while not self._has_ended and num_bytes < _MAX_DROPPED_BYTES:
