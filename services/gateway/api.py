@@ -123,7 +123,7 @@ class RetainedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """What a request for text and a request for an embedding have in common."""
+    """The fields that a request for text and a request for an embedding share."""
 
     prompt: Prompt
     request_id: str = ""
@@ -139,7 +139,7 @@ class PromptRequest:
     add_special_tokens: bool = True
     """Whether a text gets the tokenizer's special tokens; a chat has its template's."""
     add_generation_prompt: bool = True
-    """To a chat."""
+    """Whether the template adds the beginning of the assistant's answer to a chat."""
     template_arguments: TemplateArguments = field(default_factory=dict)
     tools: RequestedTools | None = None
     truncation: Truncation | None = None

@@ -128,8 +128,9 @@ class SamplingParams(SamplingNumbers[float, int]):
     max_tokens: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    n: int = 1
-    """The number of sequences of the answer, 0 for an embedding; a search finds its `n` best."""
+    n: int = field(default=1, repr=False)
+    """The number of sequences of the answer, 0 for an embedding; a search finds its `n` best.
+    `Ticket.digest`, which is made of the other fields, is the same in services without this one."""
     beam: Beam | None = None
     """A beam search in place of sampling."""
     logprobs: int | None = None

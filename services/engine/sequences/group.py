@@ -353,7 +353,7 @@ class Group:
         return advance, completed
 
     def state(self) -> GroupState:
-        """What a ticket has of it. The group is not in flight."""
+        """The part of a ticket that this group changes. No step of the group is in flight."""
         left = (
             state for one in (*self.sequences, *self.stopped) for state in one.ticket_sequences()
         )

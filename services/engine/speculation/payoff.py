@@ -12,7 +12,7 @@ from services.engine.speculation.average import Average
 
 _EVERY = 64
 """Of so many steps of a number of rows, one has no drafts and another tries some, so that both
-durations are known. What drafts lose is at most one step's time in as many, in the long run."""
+durations are known. In the long run drafts lose at most the time of one step in as many."""
 _LEAST_CHANCE = 0.05
 """A draft that is less likely is not worth its place, even where the average says that it costs
 nothing: a cost may be mistaken by the noise of a busy machine."""
@@ -33,7 +33,8 @@ class _Steps:
 
     @property
     def draft_cost(self) -> float:
-        """What a draft adds to a step, as a share of a step without drafts; 0 until measured."""
+        """The time that a draft adds to a step, as a share of a step without drafts; 0 until it is
+        measured."""
         if not self.most_drafts:
             return 0.0
         return max(0.0, self.drafted_s.value / self.plain_s.value - 1) / self.num_drafts.value
@@ -62,11 +63,11 @@ class Payoff:
 
     def __init__(self) -> None:
         self._steps: defaultdict[int, _Steps] = defaultdict(_Steps)
-        """By the number of rows."""
+        """The steps of each number of rows."""
         self._credit = float(_EVERY)
-        """What drafts may lose, in steps without drafts: what they save adds to it, what they cost
-        is taken from it. It never exceeds its first value, so that drafts that saved much in one
-        text may not lose as much in the next."""
+        """The time that drafts may lose, in steps without drafts. Time that drafts save is added to
+        it, and time that they cost is taken from it. It never exceeds its first value, so that
+        drafts that saved much in one text may not lose as much in the next."""
 
     @property
     def may_lose(self) -> bool:

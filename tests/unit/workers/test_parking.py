@@ -174,3 +174,12 @@ async def test_the_seed_is_compared_for_sampled_requests_only(
         pair, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
     )
     assert (given is not None) == is_found
+
+
+def test_a_ticket_is_found_by_services_of_the_version_before() -> None:
+    """Services of d969b5d5 give this ticket the same digest."""
+    sampling = SamplingParams(
+        seed=7, max_tokens=9, temperature=0.5, top_p=0.9, logit_bias=((3, 1.5),), n=3
+    )
+    asked = replace(ASKED, root_hash=b"x" * 16, prompt_token_ids=(1, 2, 3), sampling=sampling)
+    assert asked.digest.hex() == "a563c7c8bfae3b1c3f85c6c4463cbfc3"
