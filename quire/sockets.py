@@ -1,8 +1,8 @@
-"""Sockets of gateways: those of ports, and the Unix sockets in the run's directory for operations.
+"""Sockets of gateways: sockets of ports, and Unix sockets for operations in the run's directory.
 
 A gateway that restarts uses the same path again, and one that takes another's place takes over its
-path. A starting gateway removes the sockets of dead gateways, such as that of a container that was
-killed and replaced.
+path. A starting gateway removes the sockets of dead gateways, such as the socket of a
+container that was killed and replaced.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _NEW_S = 10.0
 
 
 def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """A listening socket. `::` takes IPv4 too, as gRPC's listeners do. OSError."""
+    """Return a listening socket. `::` takes IPv4 too, as gRPC's listeners do. Raises OSError."""
     return socket.create_server(
         (host, port),
         family=socket.AF_INET6 if ":" in host else socket.AF_INET,

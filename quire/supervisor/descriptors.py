@@ -21,7 +21,7 @@ class Listeners:
         return tuple((*place, each.fileno()) for place, each in self._sockets.items())
 
     def get(self, host: str, port: int) -> int:
-        """Return the descriptor of the socket that listens there. OSError."""
+        """Return the descriptor of the socket that listens there. Raises OSError."""
         if (host, port) not in self._sockets:
             self._sockets[host, port] = listen(host, port)
         return self._sockets[host, port].fileno()

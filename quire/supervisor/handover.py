@@ -56,7 +56,7 @@ class Handover:
 
 
 def receive(message: int) -> Handover:
-    """Read the message. Services inherit none of its descriptors. ServeError."""
+    """Read the message. Services inherit none of its descriptors. Raises ServeError."""
     try:
         with os.fdopen(message, "rb") as file:
             file.seek(0)
@@ -110,7 +110,7 @@ def signals_kept(numbers: Iterable[signal.Signals]) -> Iterator[int]:
 
 
 def execute(state: Handover) -> NoReturn:
-    """Become the installed version. OSError."""
+    """Become the installed version. Raises OSError."""
     message = _written(state)
     for each in (message, *state.descriptors):
         os.set_inheritable(each, True)
@@ -125,8 +125,8 @@ def _written(state: Handover) -> int:
 
 
 def _command(message: int) -> list[str]:
-    """This process's command line for the new version, which refuses it if it is too old to know
-    the flag. ServeError."""
+    """Return this process's command line for the new version, which refuses the line if it is too
+    old to know the flag. Raises ServeError."""
     arguments = [each for each in sys.orig_argv[1:] if not each.startswith(f"{_FLAG}=")]
     if "serve" not in arguments:
         raise ServeError("this supervisor was not started by the command `quire serve`")

@@ -35,7 +35,7 @@ class ServiceProcess:
     def start(
         cls, command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
     ) -> Self:
-        """Start a process that inherits these descriptors. OSError."""
+        """Start a process that inherits these descriptors. Raises OSError."""
         output, written_end = os.pipe()
         try:
             # A process group of its own: Ctrl-C reaches only the supervisor, which then ends the

@@ -27,7 +27,7 @@ class _Failed(Exception):
 
 class Upgrader:
     """Upgrades a run, once at a time. `children` are all services that the run has ever started,
-    `start` starts one more, and `specs` are those of the services by name. `hand_over` lets the
+    `start` starts one more, and `specs` has the services' specs by name. `hand_over` lets the
     installed supervisor take this one's place; it raises ServeError if that is not possible.
 
     A new process of a gateway or a worker serves before the old one leaves, so nobody waits:
@@ -180,7 +180,7 @@ class Upgrader:
         self._steps.append(f"{store.name} runs anew; it was rebuilt in {clock() - began:.1f} s.")
 
     async def _registered(self) -> set[str]:
-        """The workers that serve, and their pools that are complete. Errors: those of `client`."""
+        """Return the workers that serve, and their pools that are complete. Raises QuireError."""
         async with AsyncClient(f"unix:{living_sockets(self._run)[-1]}") as client:
             workers = [each for each in await client.workers() if each.state == "serving"]
             complete = {each.pool_id for each in await client.pools() if not each.recovering}

@@ -51,7 +51,7 @@ class FileMemory:
         return num_blocks_for(plan, block_bytes + record_bytes(layout.block_size), available)
 
     def make(self, directory: PoolDirectory, header: PoolHeader, plan: MemoryPlan) -> PoolHeader:
-        """Make the memory of a new pool; returns its header. StartupError."""
+        """Make the memory of a new pool, and return its header. Raises StartupError."""
         for rank in range(header.layout.tensor_parallel_size):
             make_file(directory.arena(rank), header.arena_bytes, plan.arena)
         return replace(header, memory_bytes=header.arena_bytes)
@@ -72,7 +72,8 @@ class OtherRanks(Protocol):
     def gpu_uuids(self) -> Sequence[str]: ...
 
     def make_memory(self, num_bytes: int) -> Sequence[int]:
-        """Let each allocate so much on its GPU, zeroed; returns the descriptors. StartupError."""
+        """Let each of the other ranks allocate so much zeroed memory on its GPU, and return the
+        descriptors. Raises StartupError."""
         ...
 
 

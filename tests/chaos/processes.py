@@ -170,7 +170,7 @@ class Processes:
         return "no gateway" if upgrade is None else f"after {len(upgrade.steps)} steps"
 
     async def _until_upgraded(self) -> None:
-        """Wait until no upgrade goes on. TimeoutError."""
+        """Wait until no upgrade goes on. Raises TimeoutError."""
         try:
             async with asyncio.timeout(UPGRADE_S):
                 while (found := await self._operator.call(AsyncClient.upgrade)) is None or (

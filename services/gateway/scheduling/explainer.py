@@ -54,7 +54,7 @@ class Explainer:
 
     async def forecast(self, request: Request, *, tells_cached: bool) -> list[str]:
         """Tell what would happen now to a request that was admitted, but is not queued. It asks the
-        block store about all pools of the model. BlockStoreError."""
+        block store about all pools of the model. Raises BlockStoreError."""
         pools = [
             pool
             for pool in self._directory.complete_pools(request.model)

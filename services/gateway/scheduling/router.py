@@ -99,7 +99,8 @@ class Router:
         looks: bool = False,
     ) -> list[Route]:
         """The routes that end in `pools`, the best first: least cost, then most blocks that are
-        free or cached. If the store does not answer, a pool counts as empty. BlockStoreError.
+        free or cached. If the store does not answer, a pool counts as empty. Raises
+        BlockStoreError.
 
         `prefill_pools` may compute the prompt; None is `pools`. `may_pull` tells whether a cached
         prefix is of use to the request. With `looks`, the store is asked even where

@@ -71,7 +71,8 @@ class GatewayAdapters:
         return self._served.get(name)
 
     async def find(self, name: str) -> ServedAdapter | None:
-        """The adapter `name`, also if another gateway has loaded it just now. BlockStoreError."""
+        """The adapter `name`, also if another gateway has loaded it just now. Raises
+        BlockStoreError."""
         known = self._served, self._models(), self._aliases
         is_known = not name or any(name in names for names in known)
         if not is_known and time.monotonic() - self._read_at > _MIN_REFRESH_S:
@@ -104,7 +105,7 @@ class GatewayAdapters:
 
     async def refresh(self) -> None:
         """Read the list. If its server has lost it, list again what this gateway serves.
-        BlockStoreError."""
+        Raises BlockStoreError."""
         found: dict[str, ServedAdapter] = {}
         self._read_at = time.monotonic()
         listed = await self._listed.adapters()

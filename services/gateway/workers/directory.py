@@ -254,7 +254,8 @@ class WorkerDirectory:
         return self._poll_s if self.ready() else self._poll_s / 2
 
     async def refresh(self) -> None:
-        """Read the registry, and add and remove workers accordingly. BlockStoreError."""
+        """Read the registry, and add and remove workers accordingly. Raises
+        BlockStoreError."""
         members = await self._registry.members()
         if self._movers.follow(members):
             self._on_change()
