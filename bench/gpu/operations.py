@@ -60,11 +60,6 @@ def _add_norm(ops: Backend, one: Inputs) -> Tensor:
     return torch.cat([normed, one.y], dim=1)
 
 
-def _rope(ops: Backend, one: Inputs) -> Tensor:
-    ops.rope(one.q, one.k, one.cos, one.sin)
-    return torch.cat([one.q, one.k], dim=1)
-
-
 def _store_heads(ops: Backend, one: Inputs) -> Tensor:
     """The queries, and what is stored of each token."""
     num_tokens = len(one.x)
@@ -80,7 +75,6 @@ Operation = Callable[[Backend, Inputs], Tensor]
 OPERATIONS: dict[str, Operation] = {
     "rms_norm": lambda ops, one: ops.rms_norm(one.x, one.weight, 1e-6),
     "add_rms_norm": _add_norm,
-    "rope": _rope,
     "store_heads": _store_heads,
     "silu_mul": lambda ops, one: ops.silu_mul(one.x, one.y),
     "linear": lambda ops, one: ops.linear(one.x, one.matrix),

@@ -55,7 +55,7 @@ class Kernels(ABC):
         return
 
     @abstractmethod
-    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+    def store_heads(self, call: HeadsCall) -> Tensor: ...
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
         """Called only if `reads_whole_blocks`."""
@@ -83,20 +83,10 @@ class Kernels(ABC):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     @abstractmethod
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
-
-    @abstractmethod
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
     @abstractmethod
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
-
-    def store_heads(self, call: HeadsCall) -> Tensor:
-        call = self.normed(call)
-        if call.rotation is not None:
-            self.rope(call.q, call.k, *call.rotation)
-        self.store_kv(call.kv_layer, call.k, call.v, call.slot_mapping)
-        return call.q
 
     def normed(self, call: HeadsCall) -> HeadsCall:
         """The call with its norms computed."""

@@ -106,8 +106,7 @@ class Backend:
 
         k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
         """
-        self._check_stored(kv_layer, k, v, slot_mapping)
-        self._kernels.store_kv(kv_layer, k, v, slot_mapping)
+        self.store_heads(kv_layer, k[:, :0], k, v, slot_mapping)
 
     def store_heads(
         self,
@@ -120,12 +119,17 @@ class Backend:
         rotation: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Writes `kv_layer`, and perhaps `q` and `k`: does `rms_norm` of queries and keys if there
-        are `norms`, `rope` if there is a `rotation`, its cos and sin, and then `store_kv`. Result:
-        the queries that attention takes, [T, H, D].
+        are `norms`, rotates them if there is a `rotation`, and then does `store_kv`. Result: the
+        queries that attention takes, [T, H, D].
 
-        q: [T, H, D], k, v: [T, K, D], any strides.
+        q: [T, H, D], k, v: [T, K, D], any strides. rotation: cos and sin, [T, R / 2], fp32, R at
+        most D. The pair (x[i], x[i + R / 2]) of each head turns by the token's i-th angle, in fp32
+        (Su et al., 2021; paired by halves as in GPT-NeoX); the dimensions from R on stay as they
+        are.
         """
-        self._check_stored(kv_layer, k, v, slot_mapping)
+        check_beside("k", k, _beside(kv_layer, k), (-1, *self._heads(kv_layer)))
+        check_beside("v", v, k, tuple(k.shape))
+        check_index("slot_mapping", slot_mapping, (k.shape[0],))
         check_beside("q", q, k, (k.shape[0], -1, k.shape[2]))
         if rotation is not None:
             check_rotation(q, k, *rotation)
@@ -276,16 +280,6 @@ class Backend:
         check_norm(weight, x)
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes `q` and `k`: rotates the pair (x[i], x[i + R / 2]) of each head by the token's
-        i-th angle, in fp32 (Su et al., 2021; paired by halves as in GPT-NeoX). The dimensions from
-        R on stay as they are.
-
-        q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, R / 2], fp32, R at most D.
-        """
-        check_rotation(q, k, cos, sin)
-        self._kernels.rope(q, k, cos, sin)
-
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
         check_beside("up", up, gate, tuple(gate.shape))
@@ -337,11 +331,6 @@ class Backend:
             if tensor.shape != (size,) or tensor.dtype != dtype or tensor.device != logits.device:
                 raise ValueError(f"{field}: {shown(tensor)} is not {dtype} [{size}]")
         return self._kernels.sample(logits, draws, tables)
-
-    def _check_stored(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        check_beside("k", k, _beside(kv_layer, k), (-1, *self._heads(kv_layer)))
-        check_beside("v", v, k, tuple(k.shape))
-        check_index("slot_mapping", slot_mapping, (k.shape[0],))
 
     def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
         """Return the number of heads and the head size of one layer of an arena."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvops import fp8, int8_kv
 from kvops.grouped import GroupedWeight
 from kvops.kernels import Kernels
-from kvops.step import AttentionCall
+from kvops.step import AttentionCall, HeadsCall
 
 
 class ReferenceKernels(Kernels):
@@ -19,6 +19,13 @@ class ReferenceKernels(Kernels):
 
     def numerics(self) -> dict[str, str]:
         return {"isa": torch.backends.cpu.get_cpu_capability()}
+
+    def store_heads(self, call: HeadsCall) -> Tensor:
+        call = self.normed(call)
+        if call.rotation is not None:
+            self.rope(call.q, call.k, *call.rotation)
+        self.store_kv(call.kv_layer, call.k, call.v, call.slot_mapping)
+        return call.q
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]

@@ -19,6 +19,7 @@ LAYER = ARENA[:, 0]
 INDEX = torch.zeros(3, dtype=torch.int64)
 INDEX_2D = torch.zeros(3, 2, dtype=torch.int64)
 CU = torch.tensor([0, 1, 2, 3])
+HEADS = zeros(3, 2, 8), zeros(3, 2, 8)
 
 
 def test_the_reference_says_what_it_is() -> None:
@@ -221,9 +222,11 @@ REFUSED: dict[str, Callable[[Backend], object]] = {
     "bias: ": lambda ops: ops.linear(zeros(3, 6), zeros(4, 6), zeros(6)),
     "weight: ": lambda ops: ops.rms_norm(zeros(3, 5), zeros(6), 1e-6),
     "residual: ": lambda ops: ops.add_rms_norm(zeros(3, 5), zeros(2, 5), zeros(5), 1e-6),
-    "cos: ": lambda ops: ops.rope(zeros(3, 4, 8), zeros(3, 2, 8), zeros(3, 8), zeros(3, 4)),
-    "sin: ": lambda ops: ops.rope(
-        zeros(3, 4, 8), zeros(3, 2, 8), zeros(3, 4), zeros(3, 4).bfloat16()
+    "cos: ": lambda ops: ops.store_heads(
+        LAYER, zeros(3, 4, 8), *HEADS, INDEX, None, (zeros(3, 8), zeros(3, 4))
+    ),
+    "sin: ": lambda ops: ops.store_heads(
+        LAYER, zeros(3, 4, 8), *HEADS, INDEX, None, (zeros(3, 4), zeros(3, 4).bfloat16())
     ),
     "up: ": lambda ops: ops.silu_mul(zeros(3, 5), zeros(3, 6)),
 }

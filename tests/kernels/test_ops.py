@@ -125,22 +125,24 @@ def test_add_rms_norm_adds_in_place_and_norms_the_sum(
         assert torch.equal(residual, before + x)
 
 
+def turned(backend: Backend, q: Tensor, k: Tensor, angles: Tensor) -> Tensor:
+    """Queries and stored keys after their rotation."""
+    arena, slots = k.new_zeros(1, 1, 2, 16, *k.shape[1:]), torch.arange(len(k))
+    rotation = angles.cos(), angles.sin()
+    queries = backend.store_heads(arena[:, 0], q.clone(), k.clone(), k, slots, None, rotation)
+    return torch.cat([queries, arena[0, 0, 0, : len(k)]], dim=1)
+
+
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 16, 128])
-def test_rope_turns_queries_and_keys_in_place(
+def test_queries_and_keys_are_rotated(
     ops: Backend, reference: Backend, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Queries and keys are views of one fused tensor, whose values do not change."""
     angles = randn(6, head_dim // 2, seed=1) * 3
-    fused = randn(6, 4 + 2 + 2, head_dim, dtype=dtype)
-    results = []
-    for backend in (ops, reference):
-        qkv = fused.clone()
-        backend.rope(qkv[:, :4], qkv[:, 4:6], angles.cos(), angles.sin())
-        assert torch.equal(qkv[:, 6:], fused[:, 6:])
-        results.append(qkv)
+    fused = randn(6, 4 + 2, head_dim, dtype=dtype)
+    results = [turned(backend, fused[:, :4], fused[:, 4:], angles) for backend in (ops, reference)]
     assert_near(results[0], results[1])
-    assert_near(results[1][:, :6], rotate_as_complex(fused[:, :6], angles))
+    assert_near(results[1], rotate_as_complex(fused, angles))
 
 
 def rotate_as_complex(x: Tensor, angles: Tensor) -> Tensor:
@@ -149,15 +151,14 @@ def rotate_as_complex(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 
 
-def test_rope_turns_the_first_dimensions_of_heads(ops: Backend, reference: Backend) -> None:
+def test_the_first_dimensions_of_heads_are_rotated(ops: Backend, reference: Backend) -> None:
     angles = randn(6, 3, seed=1) * 3
     q, k = randn(6, 4, 10), randn(6, 2, 10, seed=2)
+    x = torch.cat([q, k], dim=1)
     for backend in (ops, reference):
-        turned_q, turned_k = q.clone(), k.clone()
-        backend.rope(turned_q, turned_k, angles.cos(), angles.sin())
-        for turned, x in ((turned_q, q), (turned_k, k)):
-            assert torch.equal(turned[..., 6:], x[..., 6:])
-            assert_near(turned[..., :6], rotate_as_complex(x[..., :6], angles))
+        found = turned(backend, q, k, angles)
+        assert torch.equal(found[..., 6:], x[..., 6:])
+        assert_near(found[..., :6], rotate_as_complex(x[..., :6], angles))
 
 
 @DTYPES
@@ -190,7 +191,9 @@ def test_store_heads_norms_turns_and_stores(
         q = reference.rms_norm(q.reshape(-1, sizes[0]), weights.query, 1e-5).view(q.shape)
         k = reference.rms_norm(k.reshape(-1, sizes[1]), weights.key, 1e-5).view(k.shape)
     if rotation:
-        reference.rope(q, k, *rotation)
+        width = 2 * len(rotation[0][0])
+        for x in (q, k):
+            x[..., :width] = rotate_as_complex(x[..., :width], angles)
     assert_near(queries[0], q)
     assert_near(queries[1], q)
     expected = torch.full_like(arenas[0], 7.0)

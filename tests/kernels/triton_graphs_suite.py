@@ -24,7 +24,8 @@ class LaunchedTriton(TritonKernels):
     """Triton's kernels, each of which counts as one launch."""
 
 
-for _name in {*KERNELS, "store_heads", "add_low_rank"} - {"clear_begun_blocks"}:
+_PARTS_OF_THE_REFERENCE = {"store_kv", "rope", "clear_begun_blocks"}
+for _name in {*KERNELS, "store_heads", "add_low_rank"} - _PARTS_OF_THE_REFERENCE:
     setattr(LaunchedTriton, _name, launched(getattr(TritonKernels, _name)))
 
 

@@ -50,9 +50,6 @@ class TritonKernels(Kernels):
     def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
         attention.warm_up(kv_layer, shape, max_rows)
 
-    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        heads.store_kv(kv_layer, k, v, slot_mapping)
-
     def paged_attention(self, call: AttentionCall) -> Tensor:
         return attention.paged_attention(call)
 
@@ -88,9 +85,6 @@ class TritonKernels(Kernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fusions.rms_norm(x, residual, weight, eps)
-
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        heads.rope(q, k, cos, sin)
 
     def store_heads(self, call: HeadsCall) -> Tensor:
         norms = call.norms

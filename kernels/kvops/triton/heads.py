@@ -1,6 +1,6 @@
-"""The heads of a layer before attention: rotation, the store of new keys and values, and a kernel
-that does both and the norms of queries and keys. A program has one token, or some heads of it; all
-arithmetic is in fp32."""
+"""The heads of a layer before attention: a kernel computes the norms of queries and keys and their
+rotation, and stores the new keys and values. A program has some heads of one token; all arithmetic
+is in fp32."""
 # Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
@@ -14,126 +14,6 @@ from kvops.step import HeadsCall
 from kvops.triton.float8 import octets, stored
 
 _HEADS = 8  # of a program of `_store_heads`
-
-
-def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    num_tokens, num_kv_heads, head_dim = k.shape
-    _store_kv[(num_tokens,)](
-        octets(kv_layer),
-        kv_layer.stride(),
-        k,
-        k.stride(),
-        v,
-        v.stride(),
-        slot_mapping,
-        slot_mapping.stride(),
-        HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=kv_layer.shape[2],
-        WIDTH=triton.next_power_of_2(num_kv_heads * head_dim),
-    )
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _store_kv(
-    kv,
-    kv_strides,
-    k,
-    k_strides,
-    v,
-    v_strides,
-    slots,
-    slots_strides,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token * slots_strides[0]).to(tl.int64)
-    if slot < 0:
-        return
-    i = tl.arange(0, WIDTH)
-    heads, dims, is_value = i // HEAD_DIM, i % HEAD_DIM, i < HEADS * HEAD_DIM
-    key = k + token * k_strides[0] + heads * k_strides[1] + dims * k_strides[2]
-    value = v + token * v_strides[0] + heads * v_strides[1] + dims * v_strides[2]
-    block_stride, half_stride, slot_stride, head_stride, dim_stride = kv_strides
-    place = (
-        kv
-        + slot // BLOCK_SIZE * block_stride
-        + slot % BLOCK_SIZE * slot_stride
-        + heads * head_stride
-        + dims * dim_stride
-    )
-    dtype: tl.constexpr = kv.dtype.element_ty
-    tl.store(place, stored(tl.load(key, is_value), dtype), is_value)
-    tl.store(place + half_stride, stored(tl.load(value, is_value), dtype), is_value)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    num_tokens, num_heads = q.shape[:2]
-    half = cos.shape[1]
-    _rope[(num_tokens,)](
-        q,
-        q.stride(),
-        k,
-        k.stride(),
-        cos,
-        cos.stride(),
-        sin,
-        sin.stride(),
-        HEADS=num_heads,
-        KV_HEADS=k.shape[1],
-        HALF=half,
-        ALL_HEADS=triton.next_power_of_2(num_heads),
-        ALL_KV_HEADS=triton.next_power_of_2(k.shape[1]),
-        WIDTH=triton.next_power_of_2(half),
-    )
-
-
-@triton.jit
-def _rope(
-    q,
-    q_strides,
-    k,
-    k_strides,
-    cos,
-    cos_strides,
-    sin,
-    sin_strides,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    ALL_KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    c = tl.load(cos + token * cos_strides[0] + dims * cos_strides[1], dims < HALF)
-    s = tl.load(sin + token * sin_strides[0] + dims * sin_strides[1], dims < HALF)
-    _turn(q + token * q_strides[0], q_strides[1], q_strides[2], c, s, HEADS, ALL_HEADS, HALF)
-    _turn(k + token * k_strides[0], k_strides[1], k_strides[2], c, s, KV_HEADS, ALL_KV_HEADS, HALF)
-
-
-@triton.jit
-def _turn(
-    x,
-    head_stride,
-    dim_stride,
-    cos,
-    sin,
-    HEADS: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Rotates one token's heads; `cos` and `sin` are as wide as the padded half of a head."""
-    heads, dims = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, cos.shape[0])[None, :]
-    inside = (heads < HEADS) & (dims < HALF)
-    first = x + heads * head_stride + dims * dim_stride
-    second = first + HALF * dim_stride
-    a, b = tl.load(first, inside).to(tl.float32), tl.load(second, inside).to(tl.float32)
-    tl.store(first, (a * cos[None, :] - b * sin[None, :]).to(x.dtype.element_ty), inside)
-    tl.store(second, (b * cos[None, :] + a * sin[None, :]).to(x.dtype.element_ty), inside)
 
 
 def store_heads(call: HeadsCall) -> Tensor:
