@@ -35,7 +35,7 @@ setup: .venv/.native ## Create .venv and install everything into it
 	touch $@
 
 # The C++ kernels, in a build folder that stays, so a later run compiles only changed files.
-.venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES)
+.venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES) tests/kernels/amx_model.h
 	@echo "Compiling the C++ kernels: minutes the first time, later only changed files ..."
 	$(BIN)/pip install $(HOW_LOUD) --no-deps --no-build-isolation --check-build-dependencies \
 	  --config-settings=cmake.define.QUIRE_EMULATED_AMX=ON --editable .

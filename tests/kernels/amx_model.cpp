@@ -1,30 +1,24 @@
-// Runs the kernels for AMX on the model of its instructions (amx_model.h) and on the emulation, and
-// compares all outputs bit by bit. Memory is exactly as large as the kernels' interface says.
+// Runs the kernels for AMX on the model of its instructions (amx_model.h), with memory that is
+// exactly as large as the kernels' interface says. Scratch memory is NaN at first, and no output
+// may be.
+#define QUIRE_ISA modelled
+#define QUIRE_EMULATES_AMX
 #include "amx_model.h"
 
+#include <cmath>
 #include <memory>
 #include <random>
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
+#include "attention/attention.h"
+#include "linear/linear_tiles.h"
 
 namespace quire {
-
-#define QUIRE_SIDE(isa)                                              \
-  namespace isa {                                                    \
-  void run(const LinearCall&, int64_t num_panels, int64_t num_rows); \
-  void run(const AttentionCall&, const AttentionPiece&, void*);      \
-  size_t scratch_bytes(const AttentionCall&);                        \
-  }
-QUIRE_SIDE(modelled)
-QUIRE_SIDE(emulated)
-#undef QUIRE_SIDE
-
 namespace {
 
 std::mt19937 generator(1);
-int num_different = 0;
+int num_wrong = 0;
 
 bf16 random_bf16() {
   std::normal_distribution<float> normal;
@@ -34,11 +28,10 @@ bf16 random_bf16() {
   return static_cast<bf16>(bits >> 16);
 }
 
-template <typename T>
-void compare(const std::vector<T>& a, const std::vector<T>& b, const char* what, int size) {
-  if (std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0) return;
-  std::fprintf(stderr, "%s of %d rows differs\n", what, size);
-  ++num_different;
+void expect(bool is_right, const char* what, int size) {
+  if (is_right) return;
+  std::fprintf(stderr, "%s of %d rows is not finite\n", what, size);
+  ++num_wrong;
 }
 
 // Positive fp16 numbers below 1.
@@ -61,14 +54,18 @@ void check_linear(WeightKind kind, int group, int m, int n, int k) {
   const int64_t num_values = (k + multiple - 1) / multiple * multiple;  // of a row
   std::vector<bf16> x(m * num_values);
   for (bf16& value : x) value = random_bf16();
-  std::vector<float> out[2];
-  for (int side = 0; side < 2; ++side) {
-    out[side].assign(size_t{1} * m * n, 1.0f);
-    const LinearCall call{&weights, {x.data(), num_values}, Epilogue::add_f32, out[side].data(), n};
-    side == 0 ? modelled::run(call, num_panels, m) : emulated::run(call, num_panels, m);
-  }
+  std::vector<float> out(size_t{1} * m * n, 1.0f);
+  const LinearCall call{&weights, {x.data(), num_values}, Epilogue::add, Dtype::f32, out.data(), n};
+  if (kind == WeightKind::bf16)
+    modelled::compute_tiled<WeightKind::bf16>(call, 0, num_panels, 0, m);
+  else if (kind == WeightKind::int8)
+    modelled::compute_tiled<WeightKind::int8>(call, 0, num_panels, 0, m);
+  else
+    modelled::compute_tiled<WeightKind::int4>(call, 0, num_panels, 0, m);
+  bool is_finite = true;
+  for (float value : out) is_finite &= std::isfinite(value);
   const char* names[] = {"an fp32 linear", "a bf16 linear", "an int8 linear", "an int4 linear"};
-  compare(out[0], out[1], names[static_cast<int>(kind)], m);
+  expect(is_finite, names[static_cast<int>(kind)], m);
 }
 
 struct Heads {
@@ -91,42 +88,35 @@ void check_attention(Heads heads, int queries, int context, int window, bool is_
   std::vector<int32_t> table(num_blocks);
   for (int i = 0; i < num_blocks; ++i) table[i] = i;
   const int32_t query_lens[] = {0, queries}, context_len = context;
-  std::vector<bf16> out[2];
-  for (int side = 0; side < 2; ++side) {
-    out[side].assign(queries * width, 0);
-    const AttentionCall call{Dtype::bf16,
-                             heads.num,
-                             heads.num_kv,
-                             heads.dim,
-                             heads.block_size,
-                             window,
-                             0.01f,
-                             nullptr,
-                             0.0f,
-                             q.data(),
-                             width,
-                             {reinterpret_cast<char*>(kv.data()), false, 2 * block, 2 * values},
-                             table.data(),
-                             num_blocks,
-                             query_lens,
-                             &context_len,
-                             out[side].data(),
-                             width};
-    const size_t size = side == 0 ? modelled::scratch_bytes(call) : emulated::scratch_bytes(call);
-    void* scratch = std::aligned_alloc(64, (size + 63) / 64 * 64);
-    std::memset(scratch, 0xff, size);  // NaN
-    const int row = 0;
-    const AttentionPiece piece{&row, 1, 0, 0, queries};
-    side == 0 ? modelled::run(call, piece, scratch) : emulated::run(call, piece, scratch);
-    std::free(scratch);
-  }
-  compare(out[0], out[1], "attention", queries);
-  for (int64_t i = 0; i < (queries - 2) * width; ++i)
-    if ((out[0][i] & 0x7fff) > 0x7f80) {
-      std::fprintf(stderr, "a query sees NaN behind it\n");
-      ++num_different;
-      return;
-    }
+  std::vector<bf16> out(queries * width);
+  const AttentionCall call{Dtype::bf16,
+                           heads.num,
+                           heads.num_kv,
+                           heads.dim,
+                           heads.block_size,
+                           window,
+                           0.01f,
+                           nullptr,
+                           0.0f,
+                           q.data(),
+                           width,
+                           {reinterpret_cast<char*>(kv.data()), false, 2 * block, 2 * values},
+                           table.data(),
+                           num_blocks,
+                           query_lens,
+                           &context_len,
+                           out.data(),
+                           width};
+  const size_t size = modelled::attention_scratch(call);
+  void* scratch = std::aligned_alloc(64, (size + 63) / 64 * 64);
+  std::memset(scratch, 0xff, size);  // NaN
+  const int row = 0;
+  modelled::attention(call, {&row, 1, 0, 0, queries}, 0, heads.num_kv, scratch);
+  std::free(scratch);
+  bool is_finite = true;
+  for (int64_t i = 0; i < (is_spoilt ? queries - 2 : queries) * width; ++i)
+    is_finite &= (out[i] & 0x7f80) != 0x7f80;
+  expect(is_finite, "attention", queries);
 }
 
 }  // namespace
@@ -154,7 +144,5 @@ int main() {
       check_attention({2 * group, 2, 32, 16}, 1, context, 0, false);
       check_attention({group, 1, 128, 32}, 1, context, 50, context > 60);
     }
-  std::printf("%ld configurations, %ld products\n", amx_model::num_configured,
-              amx_model::num_products);
-  return num_different == 0 && amx_model::num_products > 0 && !amx_model::is_configured ? 0 : 1;
+  return num_wrong == 0 && !modelled::amx_model::is_configured ? 0 : 1;
 }

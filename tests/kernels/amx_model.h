@@ -1,28 +1,26 @@
 // The instructions of AMX, modelled in C++ from Intel's manual (Software Developer's Manual, volume
 // 2, LDTILECFG to TILEZERO): included before the code that uses the intrinsics, it replaces them.
-// What raises a fault on a CPU ends the program.
+// What raises a fault on a CPU ends the program. The order of the sums is in isa/tiles.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
-namespace amx_model {
+#include "isa/dot.h"
+
+namespace quire::QUIRE_ISA::amx_model {
 
 inline constexpr int kNumTiles = 8, kMostRows = 16, kMostBytes = 64;
 
 struct Tile {
   int rows = 0, row_bytes = 0;
-  uint8_t data[kMostRows][kMostBytes] = {};
+  alignas(64) uint8_t data[kMostRows][kMostBytes] = {};
 };
 
-inline Tile tiles[kNumTiles];
-inline bool is_configured = false;
-inline long num_configured = 0, num_products = 0;
+static thread_local Tile tiles[kNumTiles];
+static thread_local bool is_configured = false;
 
 inline void require(bool condition, const char* fault) {
   if (condition) return;
@@ -48,7 +46,6 @@ inline void load_config(const void* memory) {
     tiles[i].row_bytes = row_bytes;
   }
   is_configured = true;
-  ++num_configured;
 }
 
 inline void release() { is_configured = false; }
@@ -62,85 +59,55 @@ inline void zero(int to) { std::memset(tile(to).data, 0, sizeof tile(to).data); 
 
 inline void load(int to, const void* from, int64_t stride) {
   zero(to);
-  for (int row = 0; row < tile(to).rows; ++row)
-    std::memcpy(tile(to).data[row], static_cast<const char*>(from) + row * stride,
-                tile(to).row_bytes);
+  Tile& into = tile(to);
+  for (int row = 0; row < into.rows; ++row)
+    std::memcpy(into.data[row], static_cast<const char*>(from) + row * stride, into.row_bytes);
 }
 
 inline void store(int from, void* to, int64_t stride) {
-  for (int row = 0; row < tile(from).rows; ++row)
-    std::memcpy(static_cast<char*>(to) + row * stride, tile(from).data[row], tile(from).row_bytes);
+  const Tile& stored = tile(from);
+  for (int row = 0; row < stored.rows; ++row)
+    std::memcpy(static_cast<char*>(to) + row * stride, stored.data[row], stored.row_bytes);
 }
 
-template <typename T>
-T element(const Tile& tile, int row, int index) {
-  T value;
-  std::memcpy(&value, tile.data[row] + index * sizeof(T), sizeof(T));
-  return value;
-}
-
-// sum = body(sum, row, column) for every element of `to`.
-template <typename T, typename Body>
-void update(int to, int a, int b, Body body) {
-  Tile& sums = tile(to);
-  require(to != a && to != b && a != b, "operands are the same tile");
-  require(tile(a).row_bytes == 4 * tile(b).rows, "K of both factors differs");
-  require(sums.rows == tile(a).rows && sums.row_bytes == tile(b).row_bytes, "sums of another size");
-  ++num_products;
+// Not inlined: the compiler would move arithmetic across the changes of the control register.
+[[gnu::noinline]] inline void add_products(Tile& sums, const Tile& a, const Tile& b) {
+  const vu32 high = 0xffff0000u - vu32{};
   for (int row = 0; row < sums.rows; ++row)
-    for (int column = 0; column < sums.row_bytes / 4; ++column) {
-      const T sum = body(element<T>(sums, row, column), row, column);
-      std::memcpy(sums.data[row] + column * sizeof(T), &sum, sizeof(T));
+    for (int at = 0; at < sums.row_bytes; at += static_cast<int>(sizeof(vu32))) {
+      vf32 even = {}, odd = {};
+      for (int k = 0; k < b.rows; ++k) {
+        const vu32 x = QUIRE_ISA::load<uint32_t>(a.data[row] + 4 * k) - vu32{};
+        const vu32 w = QUIRE_ISA::load<vu32>(b.data[k] + at);
+        even = multiply_add((vf32)(x << 16), (vf32)(w << 16), even);
+        odd = multiply_add((vf32)(x & high), (vf32)(w & high), odd);
+      }
+      uint8_t* sum = sums.data[row] + at;
+      QUIRE_ISA::store(sum, QUIRE_ISA::load<vf32>(sum) + (even + odd));
     }
 }
 
-inline float pair_half(uint32_t pair, int half) {
-  const uint32_t bits = half == 0 ? pair << 16 : pair & 0xffff0000u;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-[[gnu::noinline]] inline float add_pairs(float sum, const Tile& a, const Tile& b, int row,
-                                         int column) {
-  float halves[2] = {};
-  for (int k = 0; k < b.rows; ++k)
-    for (int half = 0; half < 2; ++half)
-      halves[half] = std::fmaf(pair_half(element<uint32_t>(a, row, k), half),
-                               pair_half(element<uint32_t>(b, k, column), half), halves[half]);
-  return sum + (halves[0] + halves[1]);
-}
-
 inline void multiply_bf16(int to, int a, int b) {
+  require(to != a && to != b && a != b, "operands are the same tile");
+  require(tile(a).row_bytes == 4 * tile(b).rows, "K of both factors differs");
+  require(tile(to).rows == tile(a).rows && tile(to).row_bytes == tile(b).row_bytes,
+          "sums of another size");
+  constexpr unsigned kFlushDenormals = 0x9fc0;  // round to nearest, no exceptions, DAZ and FTZ
   const unsigned before = _mm_getcsr();
-  _mm_setcsr(0x9fc0);  // denormals are 0
-  update<float>(to, a, b, [&](float sum, int row, int column) {
-    return add_pairs(sum, tile(a), tile(b), row, column);
-  });
+  _mm_setcsr(kFlushDenormals);
+  add_products(tile(to), tile(a), tile(b));
   _mm_setcsr(before);
 }
 
-inline void multiply_bytes(int to, int a, int b) {
-  update<int32_t>(to, a, b, [&](int32_t sum, int row, int column) {
-    for (int k = 0; k < tile(b).rows; ++k)
-      for (int i = 0; i < 4; ++i)
-        sum +=
-            element<uint8_t>(tile(a), row, 4 * k + i) * element<int8_t>(tile(b), k, 4 * column + i);
-    return sum;
-  });
-}
-
-}  // namespace amx_model
+}  // namespace quire::QUIRE_ISA::amx_model
 
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbusd
 #define _tile_loadd amx_model::load
 #define _tile_stored amx_model::store
 #define _tile_zero amx_model::zero
 #define _tile_dpbf16ps amx_model::multiply_bf16
-#define _tile_dpbusd amx_model::multiply_bytes
 #define _tile_loadconfig amx_model::load_config
 #define _tile_release amx_model::release

@@ -4,9 +4,8 @@
 // `DecodeTiles` are the two products of a decode step's attention, of one query's heads that share
 // a key/value head: keys times queries, without transposing keys, and weights times values.
 //
-// Both classes have two implementations with equal results: AMX (table `amx`), and AVX2, which
-// computes the same operations one after another (table `amx_emulated`, for tests on CPUs without
-// AMX).
+// The table `amx_emulated`, for tests on CPUs without AMX, has the same code on a model of the
+// instructions (tests/kernels/amx_model.h).
 //
 // The order of the sums of a product of bf16 pairs, as AMX defines it: for the 32 values of K, the
 // products of even k and of odd k are two chains of 16 fused multiply-adds from 0, in order
@@ -16,7 +15,6 @@
 
 #include <immintrin.h>
 
-#include "isa/dot.h"
 #include "isa/simd.h"
 #include "kernels.h"
 
@@ -28,106 +26,6 @@ inline constexpr int kTileBytes = 64;     // of K in a product
 inline constexpr int kTileSteps = 16;     // words of 4 bytes in them
 inline constexpr int kRegisterRows = 16;  // of one tile register
 inline constexpr int kRegisterBytes = 64;
-
-#if defined(QUIRE_EMULATES_AMX)
-
-class Tiles {
- public:
-  // Sets the number of rows, 1 to 32; loses the sums.
-  void shape(int num_rows) { num_rows_ = num_rows; }
-  void clear() { std::memset(sums_, 0, sizeof sums_); }
-  // `stride`: bytes from row to row, here and below.
-  void load(const void* sums, int64_t stride) {
-    for (int row = 0; row < num_rows_; ++row)
-      std::memcpy(sums_[row], static_cast<const char*>(sums) + row * stride, sizeof sums_[row]);
-  }
-  void store(void* sums, int64_t stride) const {
-    for (int row = 0; row < num_rows_; ++row)
-      std::memcpy(static_cast<char*>(sums) + row * stride, sums_[row], sizeof sums_[row]);
-  }
-
-  // Adds the products of a [rows, 64 bytes] and b [16, 32 words].
-  void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride) {
-    constexpr unsigned kFlushDenormals = 0x9fc0;  // round to nearest, no exceptions, DAZ and FTZ
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(kFlushDenormals);
-    add_products(static_cast<const char*>(a), a_stride, static_cast<const char*>(b), b_stride);
-    _mm_setcsr(before);
-  }
-
- private:
-  static constexpr int kVectors = kTileColumns / kWide;
-
-  // Not inlined: the compiler would move arithmetic across the changes of the control register.
-  [[gnu::noinline]] void add_products(const char* a, int64_t a_stride, const char* b,
-                                      int64_t b_stride) {
-    for (int row = 0; row < num_rows_; ++row, a += a_stride)
-      for (int i = 0; i < kVectors; ++i)
-        add_products_of(a, b + i * sizeof(vu32), b_stride, sums_[row] + i * kWide);
-  }
-
-  static void add_products_of(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
-    const vu32 high = 0xffff0000u - vu32{};
-    vf32 even = {}, odd = {};
-    for (int step = 0; step < kTileSteps; ++step) {
-      const vu32 x = load_word(a, step), w = load_words(b + step * b_stride);
-      even = multiply_add((vf32)(x << 16), (vf32)(w << 16), even);
-      odd = multiply_add((vf32)(x & high), (vf32)(w & high), odd);
-    }
-    QUIRE_ISA::store(sum, QUIRE_ISA::load<vf32>(sum) + (even + odd));
-  }
-
-  static vu32 load_word(const char* a, int step) {
-    return QUIRE_ISA::load<uint32_t>(a + 4 * step) - vu32{};
-  }
-  static vu32 load_words(const char* b) { return QUIRE_ISA::load<vu32>(b); }
-
-  int num_rows_ = 0;
-  alignas(64) uint32_t sums_[kTileRows][kTileColumns];
-};
-
-class DecodeTiles {
- public:
-  explicit DecodeTiles(int num_heads) : num_heads_(num_heads) {}
-
-  void clear_scores() { std::memset(scores_, 0, sizeof scores_); }
-  // Both products are computed by `Tiles`, whose rows are the query heads here: the factors of a
-  // product and the order of its sums are the same.
-  void add_scores(const void* keys, int64_t stride, const uint32_t* queries) {
-    alignas(64) uint32_t rows[kTileRows][kTileSteps] = {}, columns[kTileSteps][kTileColumns] = {};
-    for (int step = 0; step < kTileSteps; ++step) {
-      for (int i = 0; i < num_heads_; ++i) rows[i][step] = queries[step * num_heads_ + i];
-      for (int i = 0; i < kRegisterRows; ++i)
-        std::memcpy(&columns[step][i], static_cast<const char*>(keys) + i * stride + 4 * step, 4);
-    }
-    tiles_.shape(num_heads_);
-    tiles_.load(scores_, sizeof scores_[0]);
-    tiles_.multiply(rows, sizeof rows[0], columns, sizeof columns[0]);
-    tiles_.store(scores_, sizeof scores_[0]);
-  }
-  void store_scores(float* scores) const {
-    for (int i = 0; i < kRegisterRows; ++i)
-      for (int head = 0; head < num_heads_; ++head)
-        std::memcpy(scores + i * num_heads_ + head, &scores_[head][i], 4);
-  }
-
-  void add_values(const uint32_t* weights, int64_t weights_stride, const uint32_t* values,
-                  int num_columns, float* sums) {
-    tiles_.shape(num_heads_);
-    for (int i = 0; i < num_columns; i += kTileColumns) {
-      tiles_.load(sums + i, 4 * num_columns);
-      tiles_.multiply(weights, weights_stride, values + i, 4 * num_columns);
-      tiles_.store(sums + i, 4 * num_columns);
-    }
-  }
-
- private:
-  const int num_heads_;
-  Tiles tiles_;
-  uint32_t scores_[kRegisterRows][kTileColumns];
-};
-
-#else
 
 // The memory operand of LDTILECFG.
 struct alignas(64) TileConfig {
@@ -284,7 +182,5 @@ class DecodeTiles {
  private:
   const int num_heads_;
 };
-
-#endif
 
 }  // namespace quire::QUIRE_ISA
