@@ -29,49 +29,34 @@ inline int larger(int a, int b) { return a > b ? a : b; }
 template <Dtype dtype, bool is_int8>
 class AttentionRows {
  public:
-  AttentionRows(const AttentionCall& call, int row, int kv_head, int begin, int end, void* scratch)
+  // Reads keys and values by the block table of `row`.
+  AttentionRows(const AttentionCall& call, int row, int kv_head, const AttentionScratch& scratch)
       : call_(call),
+        at_(scratch),
         row_(row),
         kv_head_(kv_head),
-        begin_(begin),
-        num_rows_(end - begin),
         group_(call.num_heads / call.num_kv_heads),
         num_words_(call.head_dim / kPerWord),
         num_columns_(num_columns(dtype, call.head_dim)),
-        num_steps_(kTiled<dtype> ? num_columns_ / kPerWord : num_words_) {
-    use(scratch);
-    const int first = call.cu_query_lens[row];
-    const int first_position = call.context_lens[row] - call.cu_query_lens[row + 1] + first;
-    for (int i = 0; i < num_rows_; ++i) {
-      tokens_[i] = first + (begin + i) / group_;
-      positions_[i] = first_position + (begin + i) / group_;
-    }
-  }
+        num_steps_(kTiled<dtype> ? num_columns_ / kPerWord : num_words_) {}
 
-  // Takes one query of each of the piece's rows.
-  AttentionRows(const AttentionCall& call, const AttentionPiece& piece, int kv_head, void* scratch)
-      : call_(call),
-        row_(piece.rows[0]),
-        kv_head_(kv_head),
-        begin_(0),
-        num_rows_(piece.num_rows * (call.num_heads / call.num_kv_heads)),
-        group_(call.num_heads / call.num_kv_heads),
-        num_words_(call.head_dim / kPerWord),
-        num_columns_(num_columns(dtype, call.head_dim)),
-        num_steps_(kTiled<dtype> ? num_columns_ / kPerWord : num_words_) {
-    use(scratch);
-    for (int i = 0; i < num_rows_; ++i) {
-      const int row = piece.rows[i / group_];
-      tokens_[i] = call.cu_query_lens[row];
-      positions_[i] = call.context_lens[row] - 1;
-    }
+  // Adds queries [begin, end) of a row of the batch, counted from the row's first; their positions
+  // ascend.
+  void add(int row, int begin, int end) {
+    const int first = call_.cu_query_lens[row];
+    const int first_position = call_.context_lens[row] - call_.cu_query_lens[row + 1] + first;
+    for (int query = begin; query < end; ++query)
+      for (int i = 0; i < group_; ++i, ++num_rows_) {
+        tokens_[num_rows_] = first + query;
+        positions_[num_rows_] = first_position + query;
+      }
   }
 
   void attend(const Begun& begun) {
     start();
     if (begun.end > 0) {
-      std::memcpy(sums_, begun.sums, sizeof(float) * num_rows_ * num_columns_);
-      std::memcpy(states_, begun.states, sizeof(SoftmaxState) * num_rows_);
+      std::memcpy(at_.sums, begun.sums, sizeof(float) * num_rows_ * num_columns_);
+      std::memcpy(at_.states, begun.states, sizeof(SoftmaxState) * num_rows_);
     }
     pass(larger(first_visible(0), begun.end), position(num_rows_ - 1) + 1);
     for (int row = 0; row < num_rows_; ++row) finish(row);
@@ -84,9 +69,9 @@ class AttentionRows {
     pass(0, end);
     for (int row = 0; row < num_rows_; row += group_) {
       const int to = row / group_ * stride;
-      std::memcpy(sums + int64_t{to} * num_columns_, sums_ + int64_t{row} * num_columns_,
+      std::memcpy(sums + int64_t{to} * num_columns_, at_.sums + int64_t{row} * num_columns_,
                   sizeof(float) * group_ * num_columns_);
-      std::memcpy(states + to, states_ + row, sizeof(SoftmaxState) * group_);
+      std::memcpy(states + to, at_.states + row, sizeof(SoftmaxState) * group_);
     }
   }
 
@@ -95,18 +80,6 @@ class AttentionRows {
   static constexpr int kSteps = kTile / kPerWord;
   using Element = typename Word<dtype>::Element;
   using Words = HeadWords<dtype, is_int8>;
-
-  void use(void* scratch) {
-    const AttentionLayout at = attention_layout(call_);
-    char* memory = static_cast<char*>(scratch);
-    tile_ = reinterpret_cast<uint32_t*>(memory + at.tile);
-    queries_ = reinterpret_cast<uint32_t*>(memory + at.queries);
-    scores_ = reinterpret_cast<float*>(memory + at.scores);
-    probabilities_ = reinterpret_cast<uint32_t*>(memory + at.probabilities);
-    sums_ = reinterpret_cast<float*>(memory + at.sums);
-    states_ = reinterpret_cast<SoftmaxState*>(memory + at.states);
-    corrections_ = reinterpret_cast<float*>(memory + at.corrections);
-  }
 
   // Computes all rows over the positions [begin, end).
   void pass(int begin, int end) {
@@ -124,13 +97,15 @@ class AttentionRows {
         read_scales(rows.values, call_.head_dim, scales_.values);
       }
       const int seen = smaller(kTile, end - tile);
-      transpose_keys<Words>(rows, next, seen, num_words_, tile_);
-      std::memset(tile_ + num_words_ * kTile, 0, 4 * kTile * (num_steps_ - num_words_));
+      transpose_keys<Words>(rows, next, seen, num_words_, at_.tile);
+      std::memset(at_.tile + num_words_ * kTile, 0, 4 * kTile * (num_steps_ - num_words_));
       for (int row = first; row < last; row += kBlockRows<dtype>)
         weigh(tile, row, smaller(kBlockRows<dtype>, last - row));
-      interleave_values<dtype, Words>(rows, next, seen, num_words_, tile_);
-      if constexpr (kTiled<dtype> && !is_int8)
-        is_finite_ = all_finite(tile_, computed(seen) / kPerWord * num_columns_);
+      interleave_values<dtype, Words>(rows, next, seen, num_words_, at_.tile);
+      const bool all_see_all =
+          first_visible(last - 1) <= larger(tile, begin) && position(first) + 1 >= tile + seen;
+      hides_finite_ = is_int8 || all_see_all ||
+                      all_finite<dtype>(at_.tile, computed(seen) / kPerWord * num_columns_);
       for (int row = first; row < last; row += kBlockRows<dtype>)
         add_values(tile, row, smaller(kBlockRows<dtype>, last - row));
     }
@@ -153,7 +128,7 @@ class AttentionRows {
   }
 
   // The offset of a row's query or output, in elements.
-  int64_t head_of(int row) const { return int64_t{kv_head_} * group_ + (begin_ + row) % group_; }
+  int64_t head_of(int row) const { return int64_t{kv_head_} * group_ + row % group_; }
   int64_t place(int row, int64_t stride) const {
     return tokens_[row] * stride + head_of(row) * call_.head_dim;
   }
@@ -161,12 +136,12 @@ class AttentionRows {
   void start() {
     const auto* q = static_cast<const Element*>(call_.q);
     for (int row = 0; row < num_rows_; ++row) {
-      uint32_t* query = queries_ + int64_t{row} * num_steps_;
+      uint32_t* query = at_.queries + int64_t{row} * num_steps_;
       std::memcpy(query, q + place(row, call_.q_stride), 4 * num_words_);
       std::memset(query + num_words_, 0, 4 * (num_steps_ - num_words_));
-      states_[row] = {kLowest, {}};
+      at_.states[row] = {kLowest, {}};
     }
-    std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
+    std::memset(at_.sums, 0, sizeof(float) * num_rows_ * num_columns_);
   }
 
   // Computes the probabilities of a block of rows over the tile of keys.
@@ -175,91 +150,43 @@ class AttentionRows {
     for (int i = 0; i < num_rows; ++i) spans[i] = visible(tile, row + i);
     // No row sees positions behind those that the last row sees.
     const int seen = (spans[num_rows - 1].end + kLanes - 1) / kLanes * kLanes;
-    multiply_({queries_ + int64_t{row} * num_steps_, num_steps_, tile_, kTile, scores_, kTile,
-               nullptr, num_steps_},
+    multiply_({at_.queries + int64_t{row} * num_steps_, num_steps_, at_.tile, kTile, at_.scores,
+               kTile, nullptr, num_steps_},
               num_rows, seen);
     for (int i = 0; i < num_rows; i += kLanes)
-      softmax_step<dtype>(scores_ + i * kTile, is_int8 ? &scales_ : nullptr, score_scale(call_),
-                          spans + i, states_ + row + i, smaller(kLanes, num_rows - i),
-                          spans[num_rows - 1].end, probabilities_ + (row + i) * kSteps,
-                          corrections_ + row + i);
+      softmax_step<dtype>(at_.scores + i * kTile, is_int8 ? &scales_ : nullptr, score_scale(call_),
+                          spans + i, at_.states + row + i, smaller(kLanes, num_rows - i),
+                          spans[num_rows - 1].end, at_.probabilities + (row + i) * kSteps,
+                          at_.corrections + row + i);
   }
 
-  // Adds the tile of values to the outputs of a block of rows: the positions that all rows see in
-  // one product, those before and behind them for each row alone.
+  // Adds the tile of values to the outputs of a block of rows. A hidden position has a probability
+  // of 0, which hides all values but those that are not finite.
   void add_values(int tile, int row, int num_rows) {
-    if constexpr (kTiled<dtype>) return add_whole(tile, row, num_rows);
-    Span spans[kBlockRows<dtype>];
-    Span common = {0, kTile};
-    for (int i = 0; i < num_rows; ++i) {
-      spans[i] = visible(tile, row + i);
-      common = {larger(common.begin, spans[i].begin), smaller(common.end, spans[i].end)};
-    }
-    const int first = (common.begin + kPerWord - 1) / kPerWord;
-    const int last = larger(first, common.end / kPerWord);
-    if (first > 0)
-      for (int i = 0; i < num_rows; ++i) {
-        correct(row + i);
-        add_alone(row + i, spans[i], 0, first);
-      }
-    multiply_({probabilities_ + row * kSteps + first, kSteps, tile_ + int64_t{first} * num_columns_,
-               num_columns_, sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row,
-               last - first},
-              num_rows, num_columns_);
-    if (last < kSteps)
-      for (int i = 0; i < num_rows; ++i) add_alone(row + i, spans[i], last, kSteps);
-  }
-
-  // Adds what the last of the rows sees of the tile. A hidden position has a probability of 0,
-  // which hides all values but those that are not finite.
-  void add_whole(int tile, int row, int num_rows) {
-    const int num_steps = computed(visible(tile, row + num_rows - 1).end) / kPerWord;
-    if (is_finite_) return add_tile(tile_, row, num_rows, num_steps);
+    if (hides_finite_)
+      return add_steps(at_.tile, row, num_rows,
+                       {visible(tile, row).begin, visible(tile, row + num_rows - 1).end});
     for (int i = row; i < row + num_rows; ++i) {
       alignas(64) uint32_t seen[kSteps * kMaxColumns];
-      const Span span = visible(tile, i);
-      copy_visible(tile_, span.begin, span.end, num_columns_, seen);
-      add_tile(seen, i, 1, num_steps);
+      copy_visible<dtype>(at_.tile, visible(tile, i), num_columns_, seen);
+      add_steps(seen, i, 1, visible(tile, i));
     }
   }
 
-  void add_tile(const uint32_t* values, int row, int num_rows, int num_steps) {
-    multiply_({probabilities_ + row * kSteps, kSteps, values, num_columns_,
-               sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row, num_steps},
-              num_rows, num_columns_);
-  }
-
-  void correct(int row) {
-    float* sums = sums_ + int64_t{row} * num_columns_;
-    for (int i = 0; i < num_columns_; i += kLanes)
-      store_f32(sums + i, load_f32(sums + i) * corrections_[row]);
-    corrections_[row] = 1.0f;
-  }
-
-  // Adds the steps in [begin, end) where the row sees a position. A hidden position of a pair is
-  // masked: it may be NaN, and a probability of 0 times NaN is NaN.
-  void add_alone(int row, Span span, int begin, int end) {
-    const float one = 1.0f;
-    for (int step = begin; step < end; ++step) {
-      const int position = step * kPerWord;
-      if (position + kPerWord <= span.begin || position >= span.end) continue;
-      const uint32_t* values = tile_ + int64_t{step} * num_columns_;
-      uint32_t masked[kMaxColumns];
-      if (position < span.begin || position + kPerWord > span.end) {
-        const uint32_t mask = position < span.begin ? 0xffff0000u : 0x0000ffffu;
-        for (int i = 0; i < num_columns_; ++i) masked[i] = values[i] & mask;
-        values = masked;
-      }
-      multiply_({probabilities_ + row * kSteps + step, kSteps, values, num_columns_,
-                 sums_ + int64_t{row} * num_columns_, num_columns_, &one, 1},
-                1, num_columns_);
-    }
+  void add_steps(const uint32_t* values, int row, int num_rows, Span span) {
+    const int begin = kTiled<dtype> ? 0 : span.begin / kPerWord;
+    const int end = (kTiled<dtype> ? computed(span.end) : span.end + kPerWord - 1) / kPerWord;
+    multiply_(
+        {at_.probabilities + row * kSteps + begin, kSteps, values + int64_t{begin} * num_columns_,
+         num_columns_, at_.sums + int64_t{row} * num_columns_, num_columns_, at_.corrections + row,
+         end - begin},
+        num_rows, num_columns_);
   }
 
   void finish(int row) const {
-    float* sums = sums_ + int64_t{row} * num_columns_;
-    if constexpr (kTiled<dtype>) unsign_zeros(sums, num_columns_);
-    const float total = total_of(call_, states_[row], head_of(row));
+    float* sums = at_.sums + int64_t{row} * num_columns_;
+    unsign_zeros(sums, num_columns_);
+    const float total = total_of(call_, at_.states[row], head_of(row));
     Element all[kMaxColumns];
     for (int i = 0; i < num_columns_; i += kLanes * kPerWord) join<dtype>(sums + i, total, all + i);
     std::memcpy(static_cast<Element*>(call_.out) + place(row, call_.out_stride), all,
@@ -267,21 +194,15 @@ class AttentionRows {
   }
 
   const AttentionCall& call_;
+  const AttentionScratch at_;
   const int row_, kv_head_;
-  const int begin_, num_rows_;  // in (query, head) pairs
   const int group_;
   const int num_words_, num_columns_;
   const int num_steps_;  // words, for tiles padded with zeros
+  int num_rows_ = 0;     // (query, head) pairs
   Multiplier<dtype> multiply_;
-  bool is_finite_ = true;           // the tile of values
+  bool hides_finite_ = true;        // no value that a row does not see can change its sums
   TileScales scales_;               // if KV is in int8
-  uint32_t* tile_;                  // keys [steps, kTile], then values [kSteps, columns]
-  uint32_t* queries_;               // [rows, steps]
-  float* scores_;                   // [kBlockRows, kTile]
-  uint32_t* probabilities_;         // [rows, kSteps]
-  float* sums_;                     // [rows, columns]: values times probabilities
-  SoftmaxState* states_;            // [rows]
-  float* corrections_;              // [rows]: the current tile's factors of the sums
   int64_t tokens_[kAttentionRows];  // token indices of the rows' queries
   int positions_[kAttentionRows];
 };
@@ -298,28 +219,27 @@ inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
 template <Dtype dtype, bool is_int8>
 inline void attention_of(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
                          int head_end, void* scratch) {
-  const AttentionLayout at = attention_layout(call);
-  char* memory = static_cast<char*>(scratch);
-  auto* sums = reinterpret_cast<float*>(memory + at.begun_sums);
-  auto* states = reinterpret_cast<SoftmaxState*>(memory + at.begun_states);
+  const AttentionScratch at(call, scratch);
   const int64_t columns = num_columns(dtype, call.head_dim);
   const int group = call.num_heads / call.num_kv_heads;
   const int stride = (head_end - head_begin) * group;  // from row to row, in sums and states
   const int shared = sees_all(call, piece) ? piece.shared : 0;
   for (int head = head_begin; shared > 0 && head < head_end; ++head) {
     const int first = (head - head_begin) * group;
-    AttentionRows<dtype, is_int8>(call, piece, head, scratch)
-        .begin(shared, sums + first * columns, states + first, stride);
+    AttentionRows<dtype, is_int8> rows(call, piece.rows[0], head, at);
+    for (int i = 0; i < piece.num_rows; ++i) rows.add(piece.rows[i], 0, 1);
+    rows.begin(shared, at.begun_sums + first * columns, at.begun_states + first, stride);
   }
+  const int most = kAttentionRows / group;
   for (int i = 0; i < piece.num_rows; ++i) {
-    Begun begun{shared, sums + i * stride * columns, states + i * stride};
-    if (decode(call, piece.rows[i], head_begin, head_end, begun, scratch)) continue;
+    Begun begun{shared, at.begun_sums + i * stride * columns, at.begun_states + i * stride};
+    if (decode(call, piece.rows[i], head_begin, head_end, begun, at)) continue;
     for (int head = head_begin; head < head_end; ++head) {
-      const int end = piece.query_end * group;
-      for (int begin = piece.query_begin * group; begin < end; begin += kAttentionRows)
-        AttentionRows<dtype, is_int8>(call, piece.rows[i], head, begin,
-                                      smaller(begin + kAttentionRows, end), scratch)
-            .attend(begun);
+      for (int query = piece.query_begin; query < piece.query_end; query += most) {
+        AttentionRows<dtype, is_int8> rows(call, piece.rows[i], head, at);
+        rows.add(piece.rows[i], query, smaller(query + most, piece.query_end));
+        rows.attend(begun);
+      }
       begun.sums += group * columns;
       begun.states += group;
     }
@@ -337,7 +257,7 @@ inline void attention(const AttentionCall& call, const AttentionPiece& piece, in
 }
 
 inline size_t attention_scratch(const AttentionCall& call) {
-  return static_cast<size_t>(attention_layout(call).bytes);
+  return AttentionScratch(call, nullptr).num_bytes;
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -33,27 +33,20 @@ struct Fetch {
   }
 };
 
-struct DecodeScratch {
-  uint32_t* tile;           // by tiles: [16, head_dim / 2] keys of int8, then [16, head_dim] values
-  uint32_t* queries;        // by tiles: [heads, words, group]
-  float* scores;            // [heads, group, kTile]
-  uint32_t* probabilities;  // [heads, group, kTile / 2], pairs of bf16
-  float* sums;              // [heads, group, head_dim]
-  SoftmaxState* states;     // [heads, group]
-  float* corrections;       // [heads, group]
-};
-
-template <int group, bool is_int8>
+// Rows of scratch memory are [heads, group]. By tiles, `tile` has [16, head_dim / 2] keys of int8,
+// then [16, head_dim] values, and `queries` is [heads, words, group].
 class DecodeQuery {
  public:
   DecodeQuery(const AttentionCall& call, int row, int head_begin, int head_end,
-              const DecodeScratch& scratch)
+              const AttentionScratch& scratch)
       : call_(call),
         at_(scratch),
+        group_(call.num_heads / call.num_kv_heads),
         num_heads_(head_end - head_begin),
-        first_head_(head_begin * group),
+        num_rows_(num_heads_ * group_),
+        first_head_(head_begin * group_),
         num_words_(call.head_dim / 2),
-        head_bytes_(kv_head_bytes(is_int8, Dtype::bf16, call.head_dim)),
+        head_bytes_(kv_head_bytes(call.kv.is_int8, Dtype::bf16, call.head_dim)),
         stride_(int64_t{call.num_kv_heads} * head_bytes_),
         table_(call.block_tables + row * call.table_stride),
         end_(call.context_lens[row]),
@@ -61,13 +54,41 @@ class DecodeQuery {
         kv_(call.kv.data + head_begin * head_bytes_),
         queries_(reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(call.q) +
                                                    call.cu_query_lens[row] * call.q_stride +
-                                                   head_begin * group * call.head_dim)),
+                                                   first_head_ * call.head_dim)),
         out_(static_cast<bf16*>(call.out) + call.cu_query_lens[row] * call.out_stride +
-             head_begin * group * call.head_dim) {}
+             first_head_ * call.head_dim) {}
+
+  // Computes the query with its `products`, which are of the class that derives from this one.
+  template <typename Products>
+  void attend(Products& products, const Begun& begun) const {
+    const size_t num_bytes = sizeof(float) * num_rows_ * call_.head_dim;
+    products.begin();
+    int tile = begin_ / kTile * kTile;
+    if (begun.end > 0) {
+      std::memcpy(at_.states, begun.states, sizeof(SoftmaxState) * num_rows_);
+      std::memcpy(at_.sums, begun.sums, num_bytes);
+      tile = begun.end;
+    } else {
+      for (int row = 0; row < num_rows_; ++row) at_.states[row] = {kLowest, {}};
+      std::memset(at_.sums, 0, num_bytes);
+    }
+    for (; tile < end_; tile += kTile) {
+      const Span seen = {begin_ > tile ? begin_ - tile : 0,
+                         end_ - tile < kTile ? end_ - tile : kTile};
+      products.score(tile, seen);
+      soften(tile, seen);
+      products.add_values(tile, seen);
+    }
+    for (int row = 0; row < num_rows_; ++row) {
+      float* sums = at_.sums + row * call_.head_dim;
+      unsign_zeros(sums, call_.head_dim);
+      const float total = total_of(call_, at_.states[row], first_head_ + row);
+      for (int i = 0; i < call_.head_dim; i += 2 * kLanes)
+        join<Dtype::bf16>(sums + i, total, out_ + row * call_.head_dim + i);
+    }
+  }
 
  protected:
-  using Words = HeadWords<Dtype::bf16, is_int8>;
-
   // The address of the keys at `position`, or of the last piece for a position behind the end.
   const char* keys(int position) const {
     if (position >= end_) position = (end_ - 1) / kPiece * kPiece;
@@ -81,13 +102,14 @@ class DecodeQuery {
     Span spans[kLanes];
     for (Span& span : spans) span = seen;
     // The rows of a head share its scales.
-    const int num_rows = num_heads_ * group, at_once = is_int8 ? group : kLanes;
+    const bool is_int8 = call_.kv.is_int8;
+    const int at_once = is_int8 ? group_ : kLanes;
     TileScales scales;
-    for (int row = 0; row < num_rows; row += at_once) {
-      if constexpr (is_int8) read_scales(tile, seen, row / group, scales);
+    for (int row = 0; row < num_rows_; row += at_once) {
+      if (is_int8) read_scales(tile, seen, row / group_, scales);
       softmax_step<Dtype::bf16>(at_.scores + row * kTile, is_int8 ? &scales : nullptr,
                                 score_scale(call_), spans, at_.states + row,
-                                num_rows - row < at_once ? num_rows - row : at_once, seen.end,
+                                num_rows_ - row < at_once ? num_rows_ - row : at_once, seen.end,
                                 at_.probabilities + row * (kTile / 2), at_.corrections + row);
     }
   }
@@ -106,9 +128,11 @@ class DecodeQuery {
   }
 
   const AttentionCall& call_;
-  const DecodeScratch at_;
-  const int num_heads_, first_head_, num_words_;  // first_head_: of the queries
-  const int64_t head_bytes_, stride_;             // from head to head, from position to position
+  const AttentionScratch at_;
+  const int group_;                    // query heads of a key/value head
+  const int num_heads_, num_rows_;     // key/value heads; queries of all heads
+  const int first_head_, num_words_;   // of the queries
+  const int64_t head_bytes_, stride_;  // from head to head, from position to position
   const int32_t* table_;
   const int end_, begin_;  // the query sees positions [begin_, end_)
   const char* kv_;

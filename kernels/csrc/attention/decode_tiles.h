@@ -8,11 +8,9 @@
 namespace quire::QUIRE_ISA {
 
 template <int group, bool is_int8>
-class DecodeProducts : public DecodeQuery<group, is_int8> {
-  using Query = DecodeQuery<group, is_int8>;
-
+class DecodeProducts : public DecodeQuery {
  public:
-  using Query::Query;
+  using DecodeQuery::DecodeQuery;
 
   // Arranges the queries: each 16 words of a head become an operand of a product.
   void begin() const {
@@ -35,7 +33,7 @@ class DecodeProducts : public DecodeQuery<group, is_int8> {
   // Adds the tile's values, 32 positions at a time. A position that is hidden may hold NaN, so its
   // value is 0, as its weight is.
   void add_values(int tile, Span seen) {
-    for (int row = 0; row < num_heads_ * group; ++row) {
+    for (int row = 0; row < num_rows_; ++row) {
       float* sums = at_.sums + row * call_.head_dim;
       for (int i = 0; at_.corrections[row] != 1.0f && i < call_.head_dim; i += kLanes)
         store_f32(sums + i, without_denormals(load_f32(sums + i) * at_.corrections[row]));
@@ -63,12 +61,8 @@ class DecodeProducts : public DecodeQuery<group, is_int8> {
     }
   }
 
- protected:
-  using Query::at_, Query::call_, Query::head_bytes_, Query::keys, Query::num_heads_,
-      Query::num_words_, Query::queries_, Query::stride_, Query::values;
-
  private:
-  using typename Query::Words;
+  using Words = HeadWords<Dtype::bf16, is_int8>;
 
   // The piece to fetch beside a tile's piece: four of keys, four of values, then the next tile.
   Fetch two_ahead(int tile, int piece) const {

@@ -10,11 +10,9 @@ namespace quire::QUIRE_ISA {
 inline u32x16 splat_u32(uint32_t value) { return value - u32x16{}; }
 
 template <int group, bool is_int8>
-class DecodeProducts : public DecodeQuery<group, is_int8> {
-  using Query = DecodeQuery<group, is_int8>;
-
+class DecodeProducts : public DecodeQuery {
  public:
-  using Query::Query;
+  using DecodeQuery::DecodeQuery;
 
   void begin() const {}
 
@@ -37,8 +35,7 @@ class DecodeProducts : public DecodeQuery<group, is_int8> {
 
   // Adds the tile's values.
   void add_values(int tile, Span seen) const {
-    const int num_rows = num_heads_ * group;
-    for (int row = 0; row < num_rows; ++row) {
+    for (int row = 0; row < num_rows_; ++row) {
       float* sums = at_.sums + row * call_.head_dim;
       for (int i = 0; i < call_.head_dim; i += kLanes)
         store_f32(sums + i, load_f32(sums + i) * at_.corrections[row]);
@@ -57,12 +54,8 @@ class DecodeProducts : public DecodeQuery<group, is_int8> {
     }
   }
 
- protected:
-  using Query::at_, Query::call_, Query::head_bytes_, Query::keys, Query::num_heads_,
-      Query::num_words_, Query::queries_, Query::stride_, Query::values;
-
  private:
-  using typename Query::Words;
+  using Words = HeadWords<Dtype::bf16, is_int8>;
 
   static constexpr int kHeads = group <= 3 ? 2 : 1;  // at once, so that no sum waits for itself
   static constexpr int kWords = is_int8 ? 8 : 4;     // of a row, at once

@@ -1,4 +1,5 @@
-// The scratch memory of a call of attention.
+// The scratch memory of a call of attention. Its rows are queries of one head; columns are those of
+// `num_columns`.
 #pragma once
 
 #include "attention/softmax.h"
@@ -7,33 +8,38 @@
 
 namespace quire::QUIRE_ISA {
 
-// The layout of a call's scratch memory: offsets in bytes.
-struct AttentionLayout {
-  int64_t tile, queries, scores, probabilities, sums, states, corrections;
-  int64_t begun_sums, begun_states;  // over shared positions, of rows that then continue alone
-  int64_t bytes;
-};
+// Each part begins at a multiple of 64 bytes.
+struct AttentionScratch {
+  uint32_t* tile;           // keys [steps, kTile], then values [kTile / per_word, columns]
+  uint32_t* queries;        // [rows, steps]
+  float* scores;            // [rows, kTile]
+  uint32_t* probabilities;  // [rows, kTile / per_word]
+  float* sums;              // [rows, columns]: values times probabilities
+  SoftmaxState* states;     // [rows]
+  float* corrections;       // [rows]: the current tile's factors of the sums
+  float* begun_sums;        // over shared positions, of rows that then continue alone
+  SoftmaxState* begun_states;
+  size_t num_bytes;  // of all
 
-inline AttentionLayout attention_layout(const AttentionCall& call) {
-  const int64_t columns = num_columns(call.dtype, call.head_dim);
-  AttentionLayout at{};
-  int64_t end = 0;
-  const auto take = [&end](int64_t num_words) {
-    const int64_t begin = end;
-    end += (4 * num_words + 63) / 64 * 64;
-    return begin;
-  };
-  at.tile = take(kTile * columns);
-  at.queries = take(kAttentionRows * columns / per_word(call.dtype));
-  at.scores = take(kAttentionRows * kTile);
-  at.probabilities = take(kAttentionRows * kTile / per_word(call.dtype));
-  at.sums = take(kAttentionRows * columns);
-  at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
-  at.corrections = take(kAttentionRows);
-  at.begun_sums = take(kTogetherRows * columns);
-  at.begun_states = take(kTogetherRows * sizeof(SoftmaxState) / 4);
-  at.bytes = end;
-  return at;
-}
+  AttentionScratch(const AttentionCall& call, void* memory) {
+    const int64_t columns = num_columns(call.dtype, call.head_dim);
+    char* const begin = static_cast<char*>(memory);
+    char* end = begin;
+    const auto take = [&end](auto*& part, int64_t size) {
+      part = reinterpret_cast<decltype(+part)>(end);
+      end += (size * static_cast<int64_t>(sizeof *part) + 63) / 64 * 64;
+    };
+    take(tile, kTile * columns);
+    take(queries, kAttentionRows * columns / per_word(call.dtype));
+    take(scores, kAttentionRows * kTile);
+    take(probabilities, kAttentionRows * kTile / per_word(call.dtype));
+    take(sums, kAttentionRows * columns);
+    take(states, kAttentionRows);
+    take(corrections, kAttentionRows);
+    take(begun_sums, kTogetherRows * columns);
+    take(begun_states, kTogetherRows);
+    num_bytes = static_cast<size_t>(end - begin);
+  }
+};
 
 }  // namespace quire::QUIRE_ISA

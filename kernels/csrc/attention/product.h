@@ -39,6 +39,11 @@ inline constexpr int kTile = 64, kAttentionRows = 192;
 // two steps of a product by tiles. A short tile is computed whole, whose loops have a fixed length.
 inline int computed(int end) { return kTile > 64 ? (end + 31) / 32 * 32 : kTile; }
 
+// Positions [begin, end) of a tile, relative to it.
+struct Span {
+  int begin, end;
+};
+
 // A word is 4 bytes: one float, or a pair of bf16.
 inline constexpr int per_word(Dtype dtype) { return dtype == Dtype::f32 ? 1 : 2; }
 

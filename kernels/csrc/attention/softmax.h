@@ -7,11 +7,6 @@
 
 namespace quire::QUIRE_ISA {
 
-// Positions [begin, end) of a tile, relative to it.
-struct Span {
-  int begin, end;
-};
-
 // The softmax of a (query, head) pair over the positions so far. Before the first position the
 // maximum is the lowest number, so that the first tile's correction is exactly 0 without a special
 // case.

@@ -149,27 +149,32 @@ inline void interleave_values(const TileRows& rows, const TileRows& next, int en
   }
 }
 
-// Whether no bf16 of the words is an infinity or NaN, whose exponents are all ones. `count` is a
+// Whether no number of the words is an infinity or NaN, whose exponents are all ones. `count` is a
 // multiple of 16.
+template <Dtype dtype>
 inline bool all_finite(const uint32_t* words, int64_t count) {
+  constexpr uint32_t kEach = dtype == Dtype::f32 ? 1u << 16 : 0x10001u;  // of a word's numbers
   u32x16 carries = {};
   for (int64_t i = 0; i < count; i += kLanes)
-    carries |= (load<u32x16>(words + i) & 0x7f807f80u) + 0x00800080u;
-  return !any_lane((i32x16)(carries & 0x80008000u));
+    carries |= (load<u32x16>(words + i) & 0x7f80u * kEach) + 0x0080u * kEach;
+  return !any_lane((i32x16)(carries & 0x8000u * kEach));
 }
 
-// Copies a tile of bf16 values, with 0 for positions outside [begin, end).
-inline void copy_visible(const uint32_t* values, int begin, int end, int num_columns,
-                         uint32_t* out) {
-  for (int position = 0; position < kTile; position += 2) {
-    const uint32_t first = position >= begin && position < end ? 0x0000ffffu : 0;
-    const uint32_t second = position + 1 >= begin && position + 1 < end ? 0xffff0000u : 0;
-    for (int i = 0; i < num_columns; ++i) *out++ = *values++ & (first | second);
+// Copies a tile of values, with 0 for positions that are not visible.
+template <Dtype dtype>
+inline void copy_visible(const uint32_t* values, Span visible, int num_columns, uint32_t* out) {
+  constexpr int kPerWord = per_word(dtype), kBits = 32 / kPerWord;
+  for (int position = 0; position < kTile; position += kPerWord) {
+    uint32_t mask = 0;
+    for (int i = 0; i < kPerWord; ++i)
+      if (position + i >= visible.begin && position + i < visible.end)
+        mask |= ~0u >> (32 - kBits) << i * kBits;
+    for (int i = 0; i < num_columns; ++i) *out++ = *values++ & mask;
   }
 }
 
-// Makes every 0 positive. In tiles, whether a sum of 0 is negative depends on values that its row
-// does not see.
+// Makes every 0 positive: whether a sum of 0 is negative depends on values that its row does not
+// see.
 inline void unsign_zeros(float* sums, int num_columns) {
   for (int i = 0; i < num_columns; i += kLanes) store_f32(sums + i, load_f32(sums + i) + 0.0f);
 }
@@ -178,16 +183,10 @@ inline void unsign_zeros(float* sums, int num_columns) {
 template <Dtype dtype>
 inline void join(const float* columns, float total, typename Word<dtype>::Element* out) {
   const f32x16 first = load_f32(columns) / total;
-  if constexpr (dtype == Dtype::f32) {
+  if constexpr (dtype == Dtype::f32)
     store_f32(out, first);
-  } else {
-    uint16_t halves[2][kLanes];
-    store_bf16(halves[0], first);
-    store_bf16(halves[1], load_f32(columns + kLanes) / total);
-    const u32x16 lower = __builtin_convertvector(load<u16x16>(halves[0]), u32x16);
-    const u32x16 upper = __builtin_convertvector(load<u16x16>(halves[1]), u32x16);
-    store(out, lower | (upper << 16));
-  }
+  else
+    store(out, bf16_pairs(first, load_f32(columns + kLanes) / total));
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -1,5 +1,4 @@
-// The K step of each kind of weights, on vectors as wide as a register: a tile of a linear fills
-// the register file, which leaves no room for vectors that the compiler has to cut.
+// The K step of each kind of weights.
 #pragma once
 
 #include "isa/simd.h"
@@ -10,31 +9,6 @@
 #endif
 
 namespace quire::QUIRE_ISA {
-
-#if defined(__AVX512F__)
-inline constexpr int kWide = 16;  // lanes of 4 bytes
-#elif defined(__AVX2__)
-inline constexpr int kWide = 8;
-#else
-inline constexpr int kWide = 4;
-#endif
-
-typedef float vf32 __attribute__((vector_size(4 * kWide)));
-typedef int32_t vi32 __attribute__((vector_size(4 * kWide)));
-typedef uint32_t vu32 __attribute__((vector_size(4 * kWide)));
-typedef int16_t vi16 __attribute__((vector_size(4 * kWide)));
-
-inline vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
-#if defined(__AVX512F__)
-  return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-  return (vf32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
 
 // Lanes of two 16-bit numbers: their dot product, exact.
 inline vi32 multiply_pairs(vi16 a, vi16 b) {

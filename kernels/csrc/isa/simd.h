@@ -57,29 +57,41 @@ inline void store(T* to, V value) {
 
 inline f32x16 splat(float value) { return value - f32x16{}; }
 
-// a * b + c, rounded once where the target has a fused multiply-add.
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+// Vectors as wide as a register: a tile of a linear fills the register file, which leaves no room
+// for vectors that the compiler has to cut.
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+inline constexpr int kWide = 16;  // lanes of 4 bytes
+#elif defined(__AVX2__)
+inline constexpr int kWide = 8;
+#else
+inline constexpr int kWide = 4;
+#endif
+
+typedef float vf32 __attribute__((vector_size(4 * kWide)));
+typedef int32_t vi32 __attribute__((vector_size(4 * kWide)));
+typedef uint32_t vu32 __attribute__((vector_size(4 * kWide)));
+typedef int16_t vi16 __attribute__((vector_size(4 * kWide)));
+
+// a * b + c, rounded once where the target has a fused multiply-add.
+inline vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
+#if defined(__AVX512F__)
+  return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  std::memcpy(x, &a, sizeof a);
-  std::memcpy(y, &b, sizeof b);
-  std::memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  std::memcpy(&c, z, sizeof c);
-  return c;
+  return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_NEON)
-  float32x4_t x[4], y[4], z[4];
-  std::memcpy(x, &a, sizeof a);
-  std::memcpy(y, &b, sizeof b);
-  std::memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 4; ++i) z[i] = vfmaq_f32(z[i], x[i], y[i]);
-  std::memcpy(&c, z, sizeof c);
-  return c;
+  return (vf32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  vf32 x[kLanes / kWide], y[kLanes / kWide], z[kLanes / kWide];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < kLanes / kWide; ++i) z[i] = multiply_add(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
 }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
@@ -151,6 +163,15 @@ inline void store_bf16(uint16_t* to, f32x16 value) {
   u32x16 is_nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
   store(to, __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), u16x16));
 #endif
+}
+
+// Pairs of bf16, the first one in the lower half.
+inline u32x16 bf16_pairs(f32x16 first, f32x16 second) {
+  uint16_t halves[2][kLanes];
+  store_bf16(halves[0], first);
+  store_bf16(halves[1], second);
+  const u32x16 lower = __builtin_convertvector(load<u16x16>(halves[0]), u32x16);
+  return lower | (__builtin_convertvector(load<u16x16>(halves[1]), u32x16) << 16);
 }
 
 inline f32x16 load_f32(const float* from) { return load<f32x16>(from); }

@@ -24,7 +24,7 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::kTile,      QUIRE_ISA::kAttentionRows,
       QUIRE_ISA::rms_norm,   QUIRE_ISA::add_normed,
       QUIRE_ISA::quantize,   QUIRE_ISA::qkv,
-      QUIRE_ISA::largest,    QUIRE_ISA::exp_scaled,
+      QUIRE_ISA::largest,    QUIRE_ISA::exponentials,
       QUIRE_ISA::weigh,      QUIRE_ISA::masses,
       QUIRE_ISA::keep,       QUIRE_ISA::uniforms,
   };

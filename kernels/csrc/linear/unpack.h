@@ -83,17 +83,6 @@ class PairedWeights {
 
 #else
 
-// Pairs of bf16: the even values in the low halves.
-inline u32x16 bf16_pairs(f32x16 even, f32x16 odd) {
-  uint16_t halves[2][kLanes];
-  store_bf16(halves[0], even);
-  store_bf16(halves[1], odd);
-  const auto wide = [](const uint16_t* from) {
-    return __builtin_convertvector(load<u16x16>(from), u32x16);
-  };
-  return wide(halves[0]) | wide(halves[1]) << 16;
-}
-
 // The codes of K values 2 i and 2 i + 1 of 16 columns, from the 4 bytes of each.
 template <WeightKind kind>
 inline void take_pair(u32x16 words, int i, f32x16& even, f32x16& odd) {
