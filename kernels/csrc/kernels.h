@@ -24,6 +24,7 @@ inline size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 enum class WeightKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 inline constexpr int kPanel = 32;  // columns (outputs) of a panel
+inline int64_t panels_of(int64_t num_columns) { return (num_columns + kPanel - 1) / kPanel; }
 
 // The number of K values in the 4 bytes of a vector lane: one float, two bf16, four bytes or eight
 // nibbles.
@@ -121,32 +122,22 @@ struct LowRanks {
 
 // The ways in which a linear uses its result y = x W^T + bias (fp32).
 enum class Epilogue : int {
-  store_f32 = 0,  // out[m, n] = y
-  store_bf16 = 1,
-  add_f32 = 2,  // out[m, n] += y: the residual stream
+  store,  // out[m, n] = y
+  add,    // out[m, n] += y: the residual stream
   // With panels of 16 columns of `gate` and the same 16 of `up`:
-  silu_mul_f32 = 3,  // out[m, j] = silu(gate_j) * up_j
-  silu_mul_bf16 = 4,
-  gelu_mul_f32 = 6,  // out[m, j] = gelu(gate_j) * up_j, gelu by its approximation with tanh
-  gelu_mul_bf16 = 7,
+  silu_mul,  // out[m, j] = silu(gate_j) * up_j
+  gelu_mul,  // out[m, j] = gelu(gate_j) * up_j, gelu by its approximation with tanh
   // g = min(gate_j, limit), u = clamp(up_j, -limit, limit): out[m, j] = g / (1 + e^(-alpha g)) (u +
   // 1)
-  swiglu_f32 = 8,
-  swiglu_bf16 = 9,
+  swiglu,
   // For rows below `num_best`: best[m] = the largest y among the columns of this call, and its
   // column; the first of equal ones (a NaN is larger than all numbers, as in torch.argmax). For the
   // other rows: out[m - num_best, n] = y.
-  best_or_f32 = 5,
+  best_or_store,
 };
 
 inline constexpr bool is_gated(Epilogue e) {
-  return e == Epilogue::silu_mul_f32 || e == Epilogue::silu_mul_bf16 ||
-         e == Epilogue::gelu_mul_f32 || e == Epilogue::gelu_mul_bf16 || e == Epilogue::swiglu_f32 ||
-         e == Epilogue::swiglu_bf16;
-}
-inline constexpr bool is_bf16(Epilogue e) {
-  return e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 ||
-         e == Epilogue::gelu_mul_bf16 || e == Epilogue::swiglu_bf16;
+  return e == Epilogue::silu_mul || e == Epilogue::gelu_mul || e == Epilogue::swiglu;
 }
 
 struct Best {
@@ -158,12 +149,13 @@ struct LinearCall {
   const Linear* weights;
   Activations x;
   Epilogue epilogue;
+  Dtype out_dtype;
   void* out;           // see Epilogue
   int64_t out_stride;  // elements
   Best* best = nullptr;
   int64_t num_best = 0;
-  // store_f32, add_f32 and best_or_f32 multiply y by `factor`. The first and the last then bound it
-  // by the soft cap `cap` (0: none): cap * tanh(y / cap).
+  // store, add and best_or_store multiply y by `factor`, and then bound it by the soft cap `cap`
+  // (0: none): cap * tanh(y / cap).
   float factor = 1.0f, cap = 0.0f;
   float alpha = 0.0f, limit = 0.0f;  // of swiglu
   LowRanks added = {};
@@ -332,12 +324,11 @@ struct Kernels {
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end, int head_begin, int head_end);
 
   // `largest`: the largest logit of each chunk of a row of n logits; NaN if the chunk has one.
-  // `exp_scaled`, for one chunk of n logits: scaled = (x - largest) / temperature and powers =
-  // e^scaled, each [kLogitChunk], with -inf and 0 behind n.
   void (*largest)(const float* x, int64_t n, float* chunks);
-  void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
-                     float* powers);
-  // As `exp_scaled`, with weights instead of powers.
+  // Writes e^(x - largest) of one chunk of n logits to `powers`, [kLogitChunk], and 0 behind n.
+  void (*exponentials)(const float* x, int64_t n, float largest, float* powers);
+  // Computes one chunk of n logits: scaled = (x - largest) / temperature, and the weights of these,
+  // each [kLogitChunk], with -inf and 0 behind n.
   void (*weigh)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                 float* weights);
   // The sum of the weights of each chunk of a row of n logits, without those whose scaled logit is

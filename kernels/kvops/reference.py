@@ -14,7 +14,7 @@ from kvops.step import AttentionCall, HeadsCall
 
 class ReferenceKernels(Kernels):
     name = "reference"
-    kv_dtypes = (torch.int8, torch.float8_e4m3fn)
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.int8, torch.float8_e4m3fn)
     has_sinks = True
 
     def numerics(self) -> dict[str, str]:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from kvops.native import Kind, NativeCpu
+from services.engine.batch import Draw
+from services.engine.models.fused import native_draw
+from services.protocol.ticket import SamplingParams
+from tests.draws import batch_of
 
 from .test_ops import randn
 
@@ -140,17 +144,20 @@ def test_a_quantized_activation_that_is_not_finite_changes_its_own_row(
     assert y.isfinite().sum() == 4 * 40
 
 
-def best(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    values, indices = torch.full((len(x),), NAN), torch.full((len(x),), -1)
-    cpu.ops.argmax(x, cpu.pack(kind, weight), values, indices)
-    return values, indices
+def likeliest(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Tensor) -> list[int]:
+    """The column of the largest output of each row, without the outputs in memory."""
+    params = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+    batch = batch_of([Draw(params, 0)] * len(x), [0] * len(x))
+    head = cpu.head(cpu.pack(kind, weight))
+    (tokens,) = native_draw(head, x.float(), batch, [None] * len(x), len(weight))
+    return tokens.tolist()
 
 
 @FLOATS
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_largest_column_is_found(cpu: NativeCpu, kind: Kind, num_threads: int) -> None:
-    """Without logits in memory: of equal ones the first is chosen, and padding columns (zeros in a
-    panel) are never chosen."""
+    """Of equal ones the first is chosen, and padding columns (zeros in a panel) are never
+    chosen."""
     dtype = dtype_of(kind)
     threads = NativeCpu(num_threads, cpu.isa)
     x = randn(19, 24, dtype=dtype).abs()
@@ -158,24 +165,21 @@ def test_the_largest_column_is_found(cpu: NativeCpu, kind: Kind, num_threads: in
     weight[[5, 9, 40, 700, 1000]] = 2.5  # the largest, in one panel twice
     for w in (weight, weight[6:], weight[:39], -weight.abs(), -weight.abs()[:1]):
         logits = linear(cpu, kind, x, w)
-        values, indices = best(threads, kind, x, w)
-        assert torch.equal(indices, logits.argmax(1))
-        assert torch.equal(values, logits.amax(1))
+        assert likeliest(threads, kind, x, w) == logits.argmax(1).tolist()
 
 
 @FLOATS
 def test_nan_is_larger_than_anything(cpu: NativeCpu, kind: Kind) -> None:
-    """The first NaN is the largest, as in torch.argmax; a row of -inf has its first column."""
-    dtype = dtype_of(kind)
-    x = torch.ones(3, 8, dtype=dtype)
-    weight = randn(600, 8, dtype=dtype)
-    weight[3], weight[[300, 301, 590]] = float("inf"), NAN
-    values, indices = best(cpu, kind, x, weight)
-    assert values.isnan().all()
-    assert indices.tolist() == [300] * 3
-    values, indices = best(cpu, kind, x, torch.full_like(weight, -float("inf")))
-    assert values.tolist() == [-float("inf")] * 3
-    assert indices.tolist() == [0] * 3
+    """A row with a NaN, with an infinity as its largest, or of -inf has no likeliest column."""
+    x = torch.ones(3, 8, dtype=dtype_of(kind))
+    weight = randn(600, 8, dtype=dtype_of(kind))
+    assert likeliest(cpu, kind, x, weight) == linear(cpu, kind, x, weight).argmax(1).tolist()
+    for value in (NAN, float("inf")):
+        for column in (0, 300, 599):
+            one = weight.clone()
+            one[column] = value
+            assert likeliest(cpu, kind, x, one) == [-1] * 3
+    assert likeliest(cpu, kind, x, torch.full_like(weight, -float("inf"))) == [-1] * 3
 
 
 @KINDS

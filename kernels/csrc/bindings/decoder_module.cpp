@@ -32,35 +32,19 @@ std::vector<const Linear*> linears_of(const Layer& layer) {
 }
 
 // A layer's weights; Python keeps the packed linears alive (`keep_alive` in `bind_decoder`).
-class LayerWeights {
- public:
-  LayerWeights(std::optional<Array> attention_in, const PackedLinear& qkv,
-               std::optional<Array> query_norm, std::optional<Array> key_norm,
-               const PackedLinear& output, std::optional<Array> attention_out,
-               std::optional<Array> mlp_in, const PackedLinear* gate_up, const PackedLinear* down,
-               const BoundExperts* experts, std::optional<Array> mlp_out,
-               std::optional<Array> sinks, int window, std::optional<Array> cos,
-               std::optional<Array> sin)
-      : attention_in(attention_in),
-        query_norm(query_norm),
-        key_norm(key_norm),
-        attention_out(attention_out),
-        mlp_in(mlp_in),
-        mlp_out(mlp_out),
-        sinks(sinks),
-        cos(cos),
-        sin(sin),
-        qkv(qkv),
-        output(output),
-        gate_up(gate_up),
-        down(down),
-        experts(experts),
-        window(window) {
-    require(experts ? !gate_up && !down : gate_up && down,
-            "a layer needs either gate_up and down, or experts");
-    require(window >= 0, "a window of less than 0 positions");
-    require(cos.has_value() == sin.has_value(), "one rotation table without the other");
-  }
+struct LayerWeights {
+  using Values = std::optional<Array>;
+
+  Values attention_in;
+  const PackedLinear& qkv;
+  Values query_norm, key_norm;
+  const PackedLinear& output;
+  Values attention_out, mlp_in;
+  const PackedLinear *gate_up, *down;
+  const BoundExperts* experts;
+  Values mlp_out, sinks;
+  int window;
+  Values cos, sin;
 
   std::array<const Linear*, kNumSites> linears() const {
     return {&qkv.get(), &output.get(), gate_up ? &gate_up->get() : nullptr,
@@ -68,6 +52,10 @@ class LayerWeights {
   }
 
   Layer checked(const Shape& shape) const {
+    require(experts ? !gate_up && !down : gate_up && down,
+            "a layer needs either gate_up and down, or experts");
+    require(window >= 0, "a window of less than 0 positions");
+    require(cos.has_value() == sin.has_value(), "one rotation table without the other");
     check_linear(qkv, shape.qkv_size(), shape.hidden, "qkv");
     check_linear(output, shape.hidden, shape.attention_size(), "output");
     if (experts) {
@@ -81,7 +69,7 @@ class LayerWeights {
     const int rotated = cos ? 2 * static_cast<int>(table(*cos, shape)) : 0;
     require(!sin || 2 * static_cast<int>(table(*sin, shape)) == rotated,
             "the rotation tables differ in width");
-    const auto norm = [](const std::optional<Array>& weight, int width, const char* name) {
+    const auto norm = [](const Values& weight, int width, const char* name) {
       return weight ? floats(*weight, static_cast<size_t>(width), name) : nullptr;
     };
     const int hidden = shape.hidden;
@@ -105,7 +93,6 @@ class LayerWeights {
             sin ? data<float>(*sin, "sin") : nullptr};
   }
 
- private:
   // Returns a rotation table's width.
   static size_t table(const Array& table, const Shape& shape) {
     check_rank(table, 2, "a rotation table");
@@ -114,13 +101,6 @@ class LayerWeights {
             "a rotation table is not a contiguous [positions, at most head_dim / 2]");
     return table.shape(1);
   }
-
-  std::optional<Array> attention_in, query_norm, key_norm, attention_out, mlp_in, mlp_out, sinks,
-      cos, sin;
-  const PackedLinear &qkv, &output;
-  const PackedLinear *gate_up, *down;
-  const BoundExperts* experts;
-  int window;
 };
 
 // An adapter; Python keeps its weights alive (`keep_alive` in `bind_decoder`).
@@ -163,7 +143,7 @@ class BoundAdapter {
     check_linear(*packed, base.n, up.k, "B");
     check_rank(firsts, 1, "firsts");
     const int32_t* values = data<int32_t>(firsts, "firsts");
-    require(static_cast<int64_t>(firsts.size()) == 2 * packed->num_panels(),
+    require(static_cast<int64_t>(firsts.size()) == 2 * panels_of(up.n),
             "firsts is not of each 16 columns");
     for (size_t i = 0; i < firsts.size(); ++i)
       require(values[i] >= 0 && values[i] + up.k <= rank, "firsts are not ranks of A");
@@ -274,33 +254,15 @@ class BoundDecoder {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Shape>(m, "Shape")
-      .def(
-          "__init__",
-          [](Shape* self, int hidden, int num_heads, int num_kv_heads, int head_dim,
-             int intermediate, int vocab, float eps, float attention_scale, float attention_cap,
-             float embedding_scale, float residual_scale, bool norms_all_heads, bool uses_gelu) {
-            new (self) Shape{hidden,
-                             num_heads,
-                             num_kv_heads,
-                             head_dim,
-                             intermediate,
-                             vocab,
-                             eps,
-                             attention_scale,
-                             attention_cap,
-                             embedding_scale,
-                             residual_scale,
-                             norms_all_heads,
-                             uses_gelu};
-          },
-          nb::kw_only(), "hidden"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-          "intermediate"_a, "vocab"_a, "eps"_a, "attention_scale"_a, "attention_cap"_a,
-          "embedding_scale"_a, "residual_scale"_a, "norms_all_heads"_a, "uses_gelu"_a);
-  using Norm = std::optional<Array>;
+      .def(nb::init<int, int, int, int, int, int, float, float, float, float, float, bool, bool>(),
+           nb::kw_only(), "hidden"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+           "intermediate"_a, "vocab"_a, "eps"_a, "attention_scale"_a, "attention_cap"_a,
+           "embedding_scale"_a, "residual_scale"_a, "norms_all_heads"_a, "uses_gelu"_a);
+  using Values = LayerWeights::Values;
   nb::class_<LayerWeights>(m, "Layer")
-      .def(nb::init<Norm, const PackedLinear&, Norm, Norm, const PackedLinear&, Norm, Norm,
-                    const PackedLinear*, const PackedLinear*, const BoundExperts*, Norm, Norm, int,
-                    Norm, Norm>(),
+      .def(nb::init<Values, const PackedLinear&, Values, Values, const PackedLinear&, Values,
+                    Values, const PackedLinear*, const PackedLinear*, const BoundExperts*, Values,
+                    Values, int, Values, Values>(),
            nb::kw_only(), "attention_in"_a.none(), "qkv"_a, "query_norm"_a.none(),
            "key_norm"_a.none(), "output"_a, "attention_out"_a.none(), "mlp_in"_a.none(),
            "gate_up"_a = nb::none(), "down"_a = nb::none(), "experts"_a = nb::none(),

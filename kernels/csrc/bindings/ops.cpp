@@ -13,7 +13,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bound_experts.h"
 #include "cpu/instruction_sets.h"
-#include "linear/packed_linear.h"
+#include "linear/input_rows.h"
 #include "linear/split.h"
 #include "scratch.h"
 #include "threads/thread_pool.h"
@@ -24,13 +24,12 @@ using namespace nb::literals;
 namespace quire {
 namespace {
 
-Epilogue epilogue_called(const std::string& name, Dtype out) {
-  const bool is_f32 = out == Dtype::f32;
-  if (name == "store") return is_f32 ? Epilogue::store_f32 : Epilogue::store_bf16;
-  if (name == "silu_mul") return is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
-  if (name == "gelu_mul") return is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
-  if (name == "add" && is_f32) return Epilogue::add_f32;
-  throw std::invalid_argument("no epilogue '" + name + "' for this output");
+Epilogue epilogue_called(const std::string& name) {
+  if (name == "store") return Epilogue::store;
+  if (name == "silu_mul") return Epilogue::silu_mul;
+  if (name == "gelu_mul") return Epilogue::gelu_mul;
+  if (name == "add") return Epilogue::add;
+  throw std::invalid_argument("no epilogue '" + name + "'");
 }
 
 }  // namespace
@@ -49,7 +48,7 @@ class Ops {
             "weights are not [n, k]");
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(target.num_panels(), 4, [&](int64_t begin, int64_t end) {
+      lane.loop(panels_of(linear.n), 4, [&](int64_t begin, int64_t end) {
         kernels_.pack(linear, outputs.rows.data() + first, outputs.dtype, begin, end);
       });
     });
@@ -64,7 +63,7 @@ class Ops {
     const auto m = static_cast<int64_t>(x.shape(0));
     require(static_cast<int64_t>(x.shape(1)) == w.k, "x is not [M, K]");
     const Dtype in = float_type(x, "x"), to = float_type(out, "out");
-    const Epilogue last = epilogue_called(epilogue, to);
+    const Epilogue last = epilogue_called(epilogue);
     const bool gated = is_gated(last);
     require(!gated || w.n % kPanel == 0, "a gated linear has panels that are not full");
     require(static_cast<int64_t>(out.shape(0)) == m &&
@@ -73,68 +72,21 @@ class Ops {
     require(is_quantized(w.kind) || (in == Dtype::f32) == (w.kind == WeightKind::f32),
             "x is not of the weights' dtype");
     nb::gil_scoped_release free;
-    Scratch bytes, scales, sums;
-    LinearCall call{&w, {x.data(), x.stride(0)}, last, out.data(), out.stride(0)};
-    const int64_t width = input_width(w);
-    const bool copied = is_quantized(w.kind) || width != w.k;
-    Rows rows{};
+    LinearCall call{&w, {x.data(), x.stride(0)}, last, to, out.data(), out.stride(0)};
+    InputRows inputs;
+    const bool copied = is_quantized(w.kind) || w.k % input_multiple(w) != 0;
     if (copied) {
-      const WeightKind kind = kernels_.input_kind(w.kind);
-      rows = {kind,
-              w.group,
-              bytes.get(m * width * input_bytes(kind)),
-              width,
-              static_cast<float*>(scales.get(m * sizeof(float))),
-              static_cast<float*>(sums.get(m * num_groups(w) * sizeof(float))),
-              num_groups(w)};
-      call.x = rows.read();
+      inputs.prepare(m, w.k);
+      call.x = inputs.of(kernels_, w).read();
     }
     pool_.run([&](ThreadPool::Lane& lane) {
       if (copied)
-        lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, rows, begin, end); });
-      lane.loop(weights.num_panels(), linear_grain(kernels_, w, m, pool_.num_lanes()),
-                [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
+        lane.loop(m, 8, [&](int64_t begin, int64_t end) {
+          kernels_.quantize(x.data(), in, x.stride(0), static_cast<int>(w.k),
+                            inputs.of(kernels_, w), begin, end);
+        });
+      run_linear(kernels_, pool_, lane, call, m);
     });
-  }
-
-  // best [M] of (value, index): the largest output of each row.
-  void argmax(Array x, const PackedLinear& weights, Array values, Array indices) {
-    const auto m = static_cast<int64_t>(x.shape(0));
-    const Linear& w = weights.get();
-    check_rank(x, 2, "x");
-    require(static_cast<int64_t>(x.shape(1)) == w.k && w.k % lane_values(w.kind) == 0 &&
-                !is_quantized(w.kind),
-            "x is not [M, K]");
-    auto* value = data<float>(values, "values");
-    auto* index = data<int64_t>(indices, "indices");
-    require(static_cast<int64_t>(values.size()) == m && static_cast<int64_t>(indices.size()) == m,
-            "values and indices are not [M]");
-    nb::gil_scoped_release free;
-    constexpr int64_t kGrain = 8;
-    const int64_t num_parts = (weights.num_panels() + kGrain - 1) / kGrain;
-    std::vector<Best> best(num_parts * m);
-    pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(weights.num_panels(), kGrain, [&](int64_t begin, int64_t end) {
-        LinearCall call{&w,
-                        {x.data(), x.stride(0)},
-                        Epilogue::best_or_f32,
-                        nullptr,
-                        0,
-                        best.data() + begin / kGrain * m,
-                        m};
-        kernels_.linear(call, begin, end, 0, m);
-      });
-    });
-    for (int64_t row = 0; row < m; ++row) {
-      Best first = best[row];
-      for (int64_t part = 1; part < num_parts; ++part) {
-        const Best& other = best[part * m + row];
-        if (other.value > first.value || (other.value != other.value && first.value == first.value))
-          first = other;
-      }
-      value[row] = first.value;
-      index[row] = first.index;
-    }
   }
 
   void attention(Array q, Array kv_layer, Array block_tables, Array cu_query_lens,
@@ -261,24 +213,7 @@ class Ops {
     pool_.run([&](ThreadPool::Lane& lane) { step.add(lane, experts, norm, m, to, out.stride(0)); });
   }
 
-  std::string name() const { return kernels_.name; }
-
  private:
-  // Rows of x as the weights want them: quantized, or padded with zeros.
-  void take(const Array& x, Dtype dtype, const Linear& w, const Rows& rows, int64_t begin,
-            int64_t end) {
-    if (is_quantized(w.kind)) {
-      kernels_.quantize(x.data(), dtype, x.stride(0), static_cast<int>(w.k), rows, begin, end);
-      return;
-    }
-    const size_t size = size_of(dtype);
-    for (int64_t row = begin; row < end; ++row) {
-      auto* out = static_cast<char*>(rows.data) + row * rows.stride * size;
-      std::memcpy(out, static_cast<const char*>(x.data()) + row * x.stride(0) * size, w.k * size);
-      std::memset(out + w.k * size, 0, (rows.stride - w.k) * size);
-    }
-  }
-
   const Kernels& kernels_;
   ThreadPool& pool_;
 };
@@ -301,10 +236,8 @@ void bind_ops(nb::module_& m) {
            nb::keep_alive<1, 4>());
   nb::class_<Ops>(m, "Ops")
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
-      .def_prop_ro("name", &Ops::name)
       .def("pack", &Ops::pack, "target"_a, "weights"_a, "turn"_a = 0, "first"_a = 0)
       .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a, "epilogue"_a = "store")
-      .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
            "context_lens"_a, "scale"_a, "window"_a, "out"_a, "cap"_a = 0.0f, "sinks"_a = nb::none())
       .def("experts", &Ops::experts, "x"_a, "weight"_a, "eps"_a, "experts"_a, "out"_a)

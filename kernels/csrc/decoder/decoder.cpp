@@ -23,19 +23,14 @@ float widened(const void* from, Dtype dtype, int64_t i) {
 
 Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   const int64_t t = batch.num_tokens;
-  AttentionCall call{};
-  call.dtype = dtype_;
-  call.num_heads = shape_.num_heads;
-  call.num_kv_heads = shape_.num_kv_heads;
-  call.head_dim = shape_.head_dim;
-  call.block_size = arena.block_size;
-  auto scratch = static_cast<int64_t>(kernels_.attention_scratch(call));
+  Buffers b{};
+  const AttentionCall attention = attention_call(batch, arena, b);
+  auto scratch = static_cast<int64_t>(kernels_.attention_scratch(attention));
   for (const Layer& layer : layers_) {
     const HeadsAtOnce piece = heads_at_once(*layer.qkv, t);
     scratch = std::max(scratch, piece.heads * piece.tokens * shape_.head_dim * 4);
   }
   scratch = round_up(scratch, 64);
-  Buffers b{};
   b.num_tokens = t;
   b.residual_stride = spaced(shape_.hidden, sizeof(float));
   b.residual = static_cast<float*>(residual_.get(t * b.residual_stride * sizeof(float)));
@@ -50,22 +45,12 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.attended = attended_.get(t * b.attention_stride * size_of(dtype_));
   b.gated_stride = spaced(shape_.intermediate, size_of(dtype_));
   b.gated = gated_.get(t * b.gated_stride * size_of(dtype_));
-  b.widest =
-      round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), kMostGroup);
-  b.inputs = inputs_.get(t * spaced(b.widest, sizeof(float)) * sizeof(float));
+  inputs_.prepare(t, std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}));
   if (!batch.adapters.empty())
     b.plain = plain_.get(t * spaced(shape_.hidden, size_of(Dtype::bf16)) * size_of(Dtype::bf16));
-  b.scales = static_cast<float*>(scales_.get(t * sizeof(float)));
-  b.sums = static_cast<float*>(sums_.get(t * (b.widest / kLeastGroup) * sizeof(float)));
   b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
   b.scratch_bytes = static_cast<size_t>(scratch);
   return b;
-}
-
-Rows Decoder::input_rows(const Linear& next, const Buffers& b) const {
-  const WeightKind kind = kernels_.input_kind(next.kind);
-  const int64_t stride = spaced(b.widest, static_cast<size_t>(input_bytes(kind)));
-  return {kind, next.group, b.inputs, stride, b.scales, b.sums, b.widest / kLeastGroup};
 }
 
 // The call for every layer, without the fields that differ between layers: `attend` sets those.
@@ -175,13 +160,13 @@ void Decoder::project(Lane& lane, const Inputs& x, size_t index, const Batch& ba
                 arena.layer(static_cast<int64_t>(index))};
   const int64_t m = batch.num_tokens, num_heads = shape_.num_all_heads(), size = shape_.head_dim;
   if (shape_.norms_all_heads) {
-    linear(lane, index, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
+    linear(lane, index, kQkv, *layer.qkv, x, m, Epilogue::store, b.qkv, b.qkv_stride);
     return lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
       kernels_.qkv(store, begin, end, 0, static_cast<int>(num_heads));
     });
   }
   const HeadsAtOnce piece = heads_at_once(*layer.qkv, m);
-  LinearCall call{layer.qkv, x.x, Epilogue::store_f32, nullptr, piece.heads * size};
+  LinearCall call{layer.qkv, x.x, Epilogue::store, Dtype::f32, nullptr, piece.heads * size};
   if (!adapters_.empty()) adapters_.add(kernels_, lane, index, kQkv, x.plain, call);
   const int64_t num_parts = (m + piece.tokens - 1) / piece.tokens;
   lane.loop(round_up(num_heads, piece.heads) / piece.heads * num_parts, 1,
@@ -198,8 +183,7 @@ void Decoder::project(Lane& lane, const Inputs& x, size_t index, const Batch& ba
               some.out = products;
               stored.qkv = products;
               stored.qkv_stride = call.out_stride;
-              kernels_.linear(some, head * size / kPanel, round_up(end * size, kPanel) / kPanel,
-                              token, last);
+              kernels_.linear(some, head * size / kPanel, panels_of(end * size), token, last);
               kernels_.qkv(stored, token, last, static_cast<int>(head), static_cast<int>(end));
             });
 }
@@ -240,11 +224,8 @@ void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b
     return expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
   }
   x = enter(lane, layer.mlp_in, m, *layer.gate_up, b);
-  const bool is_f32 = dtype_ == Dtype::f32;
-  const Epilogue silu = is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
-  const Epilogue gelu = is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
-  linear(lane, index, kGateUp, *layer.gate_up, x, m, shape_.uses_gelu ? gelu : silu, b.gated,
-         b.gated_stride);
+  const Epilogue gate = shape_.uses_gelu ? Epilogue::gelu_mul : Epilogue::silu_mul;
+  linear(lane, index, kGateUp, *layer.gate_up, x, m, gate, b.gated, b.gated_stride);
   x = taken(lane, b.gated, dtype_, b.gated_stride, m, *layer.down, b);
   add(lane, index, kDown, *layer.down, x, layer.mlp_out, m, b);
 }
@@ -252,7 +233,7 @@ void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b
 // The input of the next linear, which `fill` writes to the rows that it is given.
 template <typename Fill>
 Decoder::Inputs Decoder::filled(const Linear& next, const Buffers& b, const Fill& fill) const {
-  const Rows rows = input_rows(next, b);
+  const Rows rows = inputs_.of(kernels_, next);
   fill(rows);
   if (adapters_.empty() || !is_quantized(rows.kind)) return {rows.read(), rows.read()};
   const Rows plain{WeightKind::bf16, 0, b.plain, spaced(shape_.hidden, size_of(Dtype::bf16))};
@@ -275,9 +256,8 @@ Decoder::Inputs Decoder::enter(Lane& lane, const float* norm, int64_t m, const L
 void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
                   const float* norm, int64_t m, const Buffers& b) {
   if (!norm)
-    return linear(lane, layer, site, weights, x, m, Epilogue::add_f32, b.residual,
-                  b.residual_stride);
-  linear(lane, layer, site, weights, x, m, Epilogue::store_f32, b.outputs, b.residual_stride);
+    return linear(lane, layer, site, weights, x, m, Epilogue::add, b.residual, b.residual_stride);
+  linear(lane, layer, site, weights, x, m, Epilogue::store, b.outputs, b.residual_stride);
   const NormCall call{b.outputs, b.residual_stride, shape_.hidden, norm, shape_.eps, {}};
   lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
     kernels_.add_normed(call, b.residual, b.residual_stride, begin, end);
@@ -286,12 +266,11 @@ void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, co
 
 void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
                      int64_t m, Epilogue epilogue, void* out, int64_t out_stride) {
-  LinearCall call{&weights, x.x, epilogue, out, out_stride};
+  const Dtype out_dtype = is_gated(epilogue) ? dtype_ : Dtype::f32;
+  LinearCall call{&weights, x.x, epilogue, out_dtype, out, out_stride};
   if (!adapters_.empty()) adapters_.add(kernels_, lane, layer, site, x.plain, call);
-  if (epilogue == Epilogue::add_f32) call.factor = shape_.residual_scale;
-  const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
-  lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),
-            [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
+  if (epilogue == Epilogue::add) call.factor = shape_.residual_scale;
+  run_linear(kernels_, pool_, lane, call, m);
 }
 
 // Returns x as the input of the next linear: as it is, or rounded or quantized if the linear reads
@@ -308,7 +287,7 @@ Decoder::Inputs Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t s
     });
   };
   if (is_f32) return filled(next, b, fill);
-  const Rows rows = input_rows(next, b);
+  const Rows rows = inputs_.of(kernels_, next);
   fill(rows);
   return {rows.read(), plain};
 }

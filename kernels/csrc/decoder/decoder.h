@@ -13,7 +13,7 @@
 #include "decoder/adapters.h"
 #include "decoder/experts.h"
 #include "kernels.h"
-#include "linear/packed_linear.h"
+#include "linear/input_rows.h"
 #include "scratch.h"
 #include "threads/thread_pool.h"
 
@@ -29,7 +29,7 @@ struct Layer {
   const Linear* output;  // [hidden, H * D]
   const float* attention_out;
   const float* mlp_in;
-  const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
+  const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul
   const Linear* down;      // [hidden, intermediate]
   const Experts* experts;  // instead of gate_up and down, which are null then; or null
   const float* mlp_out;
@@ -110,12 +110,8 @@ class Decoder {
     void* q;          // [T, H * D], fp32 or bf16
     void* attended;   // [T, H * D], fp32 or bf16
     void* gated;      // [T, intermediate], fp32 or bf16
-    void* inputs;     // [T, widest]: the input of the next linear, see `input_rows`
-    void* plain;      // [T, hidden], bf16: beside `inputs` that are quantized, for adapters
-    int64_t widest;
-    float* scales;  // [T]
-    float* sums;    // [T, widest / kLeastGroup]
-    char* scratch;  // per lane
+    void* plain;      // [T, hidden], bf16: beside `inputs_` that are quantized, for adapters
+    char* scratch;    // per lane
     size_t scratch_bytes;
   };
 
@@ -130,7 +126,6 @@ class Decoder {
   };
 
   Buffers buffers(const Batch& batch, const Arena& arena);
-  Rows input_rows(const Linear& next, const Buffers& b) const;
   AttentionCall attention_call(const Batch& batch, const Arena& arena, const Buffers& b) const;
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
   HeadsAtOnce heads_at_once(const Linear& weights, int64_t m) const;
@@ -161,8 +156,8 @@ class Decoder {
   AttentionPlan plan_;
   ExpertStep expert_step_;
   Adapters adapters_;
-  Scratch residual_, outputs_, qkv_, q_, attended_, gated_, inputs_, plain_, scales_, sums_,
-      scratch_;
+  InputRows inputs_;  // of the next linear
+  Scratch residual_, outputs_, qkv_, q_, attended_, gated_, plain_, scratch_;
 };
 
 }  // namespace quire

@@ -17,12 +17,6 @@ Dtype gated_type(const Linear& down) {
   return down.kind == WeightKind::f32 ? Dtype::f32 : Dtype::bf16;
 }
 
-Epilogue gate_of(const Experts& experts, Dtype gated) {
-  const bool is_f32 = gated == Dtype::f32;
-  if (experts.limit > 0.0f) return is_f32 ? Epilogue::swiglu_f32 : Epilogue::swiglu_bf16;
-  return is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
-}
-
 // Row `index` of `rows` as the only one.
 Rows row_at(const Rows& rows, int64_t index) {
   Rows row = rows;
@@ -45,16 +39,13 @@ void ExpertStep::prepare(const Experts& experts, int64_t m) {
   const auto floats = [&](int memory, int64_t size) {
     return static_cast<float*>(memory_[memory].get(size * sizeof(float)));
   };
-  widest_ = round_up(std::max(hidden, intermediate), kMostGroup);
+  inputs_.prepare(places, std::max(hidden, intermediate));
   logits_stride_ = spaced(num, sizeof(float));
   logits_ = floats(0, m * logits_stride_);
-  inputs_ = floats(1, places * spaced(widest_, sizeof(float)));
-  scales_ = floats(2, places);
-  sums_ = floats(3, places * (widest_ / kLeastGroup));
   gated_stride_ = spaced(intermediate, size_of(gated_type(*experts.down.front())));
-  gated_ = floats(4, places * gated_stride_);
+  gated_ = floats(1, places * gated_stride_);
   out_stride_ = spaced(hidden, sizeof(float));
-  outputs_ = floats(5, places * out_stride_);
+  outputs_ = floats(2, places * out_stride_);
 }
 
 void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, int64_t m,
@@ -62,7 +53,7 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
   const int64_t top_k = experts.top_k, places = m * top_k, hidden = experts.hidden();
   route(lane, experts, norm, m);
   const Linear &up = *experts.gate_up.front(), &down = *experts.down.front();
-  const Rows inputs = inputs_of(up);
+  const Rows inputs = inputs_.of(kernels_, up);
   lane.loop(places, kRowsAtOnce, [&](int64_t begin, int64_t end) {
     for (int64_t place = begin; place < end; ++place) {
       // The norm again instead of a copy: it is small beside an expert.
@@ -73,19 +64,21 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
     }
   });
   const Dtype gated = gated_type(down);
-  LinearCall up_call{&up, inputs.read(), gate_of(experts, gated), gated_, gated_stride_};
+  const Epilogue gate = experts.limit > 0.0f ? Epilogue::swiglu : Epilogue::silu_mul;
+  LinearCall up_call{&up, inputs.read(), gate, gated, gated_, gated_stride_};
   up_call.alpha = experts.alpha;
   up_call.limit = experts.limit;
   compute(lane, experts.gate_up, up_, up_call);
   Activations x{gated_, gated_stride_};
   if (is_quantized(kernels_.input_kind(down.kind))) {
-    const Rows rows = inputs_of(down);
+    const Rows rows = inputs_.of(kernels_, down);
     lane.loop(places, kRowsAtOnce, [&](int64_t begin, int64_t end) {
       kernels_.quantize(gated_, gated, gated_stride_, static_cast<int>(down.k), rows, begin, end);
     });
     x = rows.read();
   }
-  compute(lane, experts.down, down_, {&down, x, Epilogue::store_f32, outputs_, out_stride_});
+  compute(lane, experts.down, down_,
+          {&down, x, Epilogue::store, Dtype::f32, outputs_, out_stride_});
   lane.loop(m, kRowsAtOnce, [&](int64_t begin, int64_t end) {
     for (int64_t choice = begin * top_k; choice < end * top_k; ++choice) {
       const float* from = outputs_ + places_[choice] * out_stride_;
@@ -97,16 +90,14 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
 
 // From rows to places: which experts compute them, and in which order they lie.
 void ExpertStep::route(Lane& lane, const Experts& experts, const NormCall& norm, int64_t m) {
-  const Rows rows = inputs_of(*experts.router);
+  const Rows rows = inputs_.of(kernels_, *experts.router);
   NormCall call = norm;
   call.out = rows;
   lane.loop(m, kRowsAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
-  const LinearCall router{experts.router, rows.read(), Epilogue::store_f32, logits_,
-                          logits_stride_};
-  const int64_t num_panels = round_up(experts.num_experts(), kPanel) / kPanel;
-  lane.loop(num_panels, linear_grain(kernels_, *experts.router, m, pool_.num_lanes()),
-            [&](int64_t begin, int64_t end) { kernels_.linear(router, begin, end, 0, m); });
+  run_linear(kernels_, pool_, lane,
+             {experts.router, rows.read(), Epilogue::store, Dtype::f32, logits_, logits_stride_},
+             m);
   lane.loop(m, kRowsAtOnce, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) choose(experts, row);
   });
@@ -147,17 +138,17 @@ void ExpertStep::choose(const Experts& experts, int64_t row) {
     std::fill_n(weights, top_k, std::nanf(""));
     return;
   }
-  float sum = exponentials(weights, top_k, largest, weights);
-  if (!experts.normalizes) sum = exponentials(logits, num, largest, nullptr);
+  float sum = add_exponentials(weights, top_k, largest, weights);
+  if (!experts.normalizes) sum = add_exponentials(logits, num, largest, nullptr);
   for (int64_t i = 0; i < top_k; ++i) weights[i] /= sum;
 }
 
 // Writes e^(x - largest) to `out`, unless it is null; returns their sum, in order.
-float ExpertStep::exponentials(const float* x, int64_t n, float largest, float* out) const {
-  float sum = 0, scaled[kLogitChunk], powers[kLogitChunk];
+float ExpertStep::add_exponentials(const float* x, int64_t n, float largest, float* out) const {
+  float sum = 0, powers[kLogitChunk];
   for (int64_t begin = 0; begin < n; begin += kLogitChunk) {
     const int64_t count = std::min<int64_t>(n - begin, kLogitChunk);
-    kernels_.exp_scaled(x + begin, count, largest, 1.0f, scaled, powers);
+    kernels_.exponentials(x + begin, count, largest, powers);
     for (int64_t i = 0; i < count; ++i) sum += powers[i];
     if (out) std::copy(powers, powers + count, out + begin);
   }
@@ -186,7 +177,7 @@ void ExpertStep::divide(const std::vector<const Linear*>& linears, Tasks& tasks)
   for (size_t i = 0; i < linears.size(); ++i) {
     const int64_t num_rows = begin_of_[i + 1] - begin_of_[i];
     if (num_rows == 0) continue;
-    const int64_t num_panels = round_up(linears[i]->n, kPanel) / kPanel;
+    const int64_t num_panels = panels_of(linears[i]->n);
     const int64_t grain = linear_grain(kernels_, *linears[i], num_rows, num_lanes);
     for (int64_t begin = 0; begin < num_panels; begin += grain)
       tasks.list.push_back({static_cast<int32_t>(i), begin, std::min(begin + grain, num_panels)});
@@ -204,13 +195,6 @@ void ExpertStep::compute(Lane& lane, const std::vector<const Linear*>& linears, 
     kernels_.linear(one, task.panel_begin, task.panel_end, begin_of_[task.expert],
                     begin_of_[task.expert + 1]);
   });
-}
-
-// The input rows of a linear, at most one for each place.
-Rows ExpertStep::inputs_of(const Linear& linear) const {
-  const WeightKind kind = kernels_.input_kind(linear.kind);
-  const int64_t stride = spaced(widest_, static_cast<size_t>(input_bytes(kind)));
-  return {kind, linear.group, inputs_, stride, scales_, sums_, widest_ / kLeastGroup};
 }
 
 }  // namespace quire

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "linear/input_rows.h"
 #include "scratch.h"
 #include "threads/thread_pool.h"
 
@@ -58,10 +59,9 @@ class ExpertStep {
     std::atomic<int64_t> size{0};  // a lane that comes late reads it while another one counts
   };
 
-  Rows inputs_of(const Linear& linear) const;
   void route(Lane& lane, const Experts& experts, const NormCall& norm, int64_t m);
   void choose(const Experts& experts, int64_t row);
-  float exponentials(const float* x, int64_t n, float largest, float* out) const;
+  float add_exponentials(const float* x, int64_t n, float largest, float* out) const;
   void group(const Experts& experts, int64_t m);
   void divide(const std::vector<const Linear*>& linears, Tasks& tasks) const;
   void compute(Lane& lane, const std::vector<const Linear*>& linears, const Tasks& tasks,
@@ -76,13 +76,12 @@ class ExpertStep {
   std::vector<int64_t> begin_of_;  // [E + 1]: the first place of each expert
   std::vector<int64_t> next_of_;
   Tasks up_, down_;
-  int64_t logits_stride_ = 0, gated_stride_ = 0, out_stride_ = 0, widest_ = 0;
+  InputRows inputs_;  // of a linear, at most one row for each place
+  int64_t logits_stride_ = 0, gated_stride_ = 0, out_stride_ = 0;
   float* logits_ = nullptr;
-  void* inputs_ = nullptr;
   void* gated_ = nullptr;
   float* outputs_ = nullptr;
-  float *scales_ = nullptr, *sums_ = nullptr;  // of quantized inputs
-  Scratch memory_[6];
+  Scratch memory_[3];
 };
 
 }  // namespace quire

@@ -178,16 +178,14 @@ template <typename T>
 inline void write_head(const float* x, int head_dim, const HeadNorm& norm, const Rotation& rotation,
                        T* out) {
   const int half = rotation.half, rest = head_dim - 2 * half;
-  if (norm.weight == nullptr) {
-    write_rotated(PlainRow<float>{x, half}, PlainRow<float>{x + half, half}, rotation, out);
-    if (rest > 0) write_floats(PlainRow<float>{x + 2 * half, rest}, rest, out + 2 * half);
-    return;
-  }
-  const auto from = [&](int i, int width) {
-    return NormedRow{x + i, norm.weight + i, norm.factor, width};
+  const auto write = [&](auto part) {  // of the head, from a dimension on
+    write_rotated(part(0, half), part(half, half), rotation, out);
+    if (rest > 0) write_floats(part(2 * half, rest), rest, out + 2 * half);
   };
-  write_rotated(from(0, half), from(half, half), rotation, out);
-  if (rest > 0) write_floats(from(2 * half, rest), rest, out + 2 * half);
+  if (norm.weight)
+    write([&](int i, int width) { return NormedRow{x + i, norm.weight + i, norm.factor, width}; });
+  else
+    write([&](int i, int width) { return PlainRow<float>{x + i, width}; });
 }
 
 // Writes a head of fp32 values as signed bytes and a scale.
@@ -219,20 +217,20 @@ inline void qkv_token(const QkvCall& call, int64_t token, int head_begin, int he
       factor = rms_factor(x, (is_query ? num_queries : call.num_kv_heads) * width, call.eps);
     if (weight && call.norms_all_heads) weight += index * width;
     const HeadNorm norm = {weight, factor};
+    const Rotation turn = is_value ? Rotation{} : rotation;
     if (is_query) {
       T* q = static_cast<T*>(call.q) + token * call.q_stride;
-      write_head(x, width, norm, rotation, q + head * width);
+      write_head(x, width, norm, turn, q + head * width);
       continue;
     }
     char* out = call.kv.data + place + index * head_bytes + (is_value ? call.kv.value_bytes : 0);
-    float rotated[kMostHeadDim];
-    if (call.kv.is_int8 && !is_value) write_head(x, width, norm, rotation, rotated);
-    if (call.kv.is_int8)
-      write_int8_head(is_value ? x : rotated, width, out);
-    else if (is_value)
-      write_floats(PlainRow<float>{x, width}, width, reinterpret_cast<T*>(out));
-    else
-      write_head(x, width, norm, rotation, reinterpret_cast<T*>(out));
+    if (call.kv.is_int8) {
+      float values[kMostHeadDim];
+      write_head(x, width, norm, turn, values);
+      write_int8_head(values, width, out);
+    } else {
+      write_head(x, width, norm, turn, reinterpret_cast<T*>(out));
+    }
   }
 }
 

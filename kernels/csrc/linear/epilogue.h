@@ -59,7 +59,8 @@ inline void store_columns(T* to, const Columns& y, int64_t count) {
   store_some(to + kLanes, y.high, count - kLanes);
 }
 
-inline void add_columns(float* to, const Columns& y, int64_t count) {
+template <typename T>
+inline void add_columns(T* to, const Columns& y, int64_t count) {
   store_some(to, load_some(to, count) + y.low, count);
   store_some(to + kLanes, load_some(to + kLanes, count - kLanes) + y.high, count - kLanes);
 }
@@ -102,10 +103,9 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
 [[gnu::noinline]] inline void fetch_outputs(const LinearCall& call, int64_t row, int64_t num_rows,
                                             int64_t panel) {
   asm volatile("");
-  const Epilogue e = call.epilogue;
-  if (e == Epilogue::best_or_f32) return;
-  const int64_t size = is_bf16(e) ? 2 : 4;
-  const int64_t num_bytes = (is_gated(e) ? kLanes : kPanel) * size;
+  if (call.epilogue == Epilogue::best_or_store) return;
+  const auto size = static_cast<int64_t>(size_of(call.out_dtype));
+  const int64_t num_bytes = (is_gated(call.epilogue) ? kLanes : kPanel) * size;
   const int64_t stride = call.out_stride * size;
   const char* out = static_cast<const char*>(call.out) + row * stride + panel * num_bytes;
   for (int64_t i = 0; i < num_rows; ++i, out += stride) {
@@ -114,9 +114,9 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
   }
 }
 
-template <WeightKind kind>
-inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
-                   const f32x16 (*sums)[2]) {
+template <WeightKind kind, typename T>
+inline void finish_as(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
+                      const f32x16 (*sums)[2]) {
   const int64_t column = panel * kPanel;
   const int64_t rest = call.weights->n - column;
   const int64_t count = rest < kPanel ? rest : kPanel;
@@ -132,60 +132,53 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
         body(row + i, Columns{y.low + added[i].low, y.high + added[i].high});
     }
   };
-  auto* f32 = static_cast<float*>(call.out);
-  auto* bf16 = static_cast<uint16_t*>(call.out);
-  const int64_t stride = call.out_stride, gated = panel * kLanes;
+  auto* out = static_cast<T*>(call.out);
+  const int64_t stride = call.out_stride;
   const float factor = call.factor, cap = call.cap;
   const auto scaled = [=](const Columns& y) {
     const Columns product = {y.low * factor, y.high * factor};
     return cap > 0.0f ? capped(product, cap) : product;
   };
+  const auto store_gated = [&](auto gated) {
+    each_row([=](int64_t m, const Columns& y) {
+      store_f32(out + m * stride + panel * kLanes, gated(y.low, y.high));
+    });
+  };
   switch (call.epilogue) {
-    case Epilogue::store_f32:
+    case Epilogue::store:
       return each_row([=](int64_t m, const Columns& y) {
-        store_columns(f32 + m * stride + column, scaled(y), count);
+        store_columns(out + m * stride + column, scaled(y), count);
       });
-    case Epilogue::store_bf16:
+    case Epilogue::add:
       return each_row([=](int64_t m, const Columns& y) {
-        store_columns(bf16 + m * stride + column, y, count);
+        add_columns(out + m * stride + column, scaled(y), count);
       });
-    case Epilogue::add_f32:
-      return each_row([=](int64_t m, const Columns& y) {
-        add_columns(f32 + m * stride + column, {y.low * factor, y.high * factor}, count);
+    case Epilogue::silu_mul:
+      return store_gated([](f32x16 gate, f32x16 up) { return silu(gate) * up; });
+    case Epilogue::gelu_mul:
+      return store_gated([](f32x16 gate, f32x16 up) { return gelu(gate) * up; });
+    case Epilogue::swiglu:
+      return store_gated([alpha = call.alpha, limit = call.limit](f32x16 gate, f32x16 up) {
+        return swiglu(gate, up, alpha, limit);
       });
-    case Epilogue::silu_mul_f32:
-      return each_row([=](int64_t m, const Columns& y) {
-        store_f32(f32 + m * stride + gated, silu(y.low) * y.high);
-      });
-    case Epilogue::silu_mul_bf16:
-      return each_row([=](int64_t m, const Columns& y) {
-        store_f32(bf16 + m * stride + gated, silu(y.low) * y.high);
-      });
-    case Epilogue::gelu_mul_f32:
-      return each_row([=](int64_t m, const Columns& y) {
-        store_f32(f32 + m * stride + gated, gelu(y.low) * y.high);
-      });
-    case Epilogue::gelu_mul_bf16:
-      return each_row([=](int64_t m, const Columns& y) {
-        store_f32(bf16 + m * stride + gated, gelu(y.low) * y.high);
-      });
-    case Epilogue::swiglu_f32:
-      return each_row([&](int64_t m, const Columns& y) {
-        store_f32(f32 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
-      });
-    case Epilogue::swiglu_bf16:
-      return each_row([&](int64_t m, const Columns& y) {
-        store_f32(bf16 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
-      });
-    case Epilogue::best_or_f32:
+    case Epilogue::best_or_store:
       return each_row([&](int64_t m, const Columns& sums) {
         const Columns y = scaled(sums);
         if (m < call.num_best)
           keep_best(call.best[m], y, column, count);
         else
-          store_columns(f32 + (m - call.num_best) * stride + column, y, count);
+          store_columns(out + (m - call.num_best) * stride + column, y, count);
       });
   }
+}
+
+template <WeightKind kind>
+inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
+                   const f32x16 (*sums)[2]) {
+  if (call.out_dtype == Dtype::f32)
+    finish_as<kind, float>(call, row, num_rows, panel, sums);
+  else
+    finish_as<kind, bf16>(call, row, num_rows, panel, sums);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -273,7 +273,7 @@ inline void compute(const LinearCall& call, int64_t panel_begin, int64_t panel_e
 
 inline void linear(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
                    int64_t row_begin, int64_t row_end) {
-  if (call.epilogue == Epilogue::best_or_f32) forget_best(call, panel_begin, row_begin, row_end);
+  if (call.epilogue == Epilogue::best_or_store) forget_best(call, panel_begin, row_begin, row_end);
   switch (call.weights->kind) {
     case WeightKind::f32:
       return compute<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);

@@ -183,8 +183,8 @@ class TiledLinear {
 
   // Whether outputs are written past the caches.
   bool streams(int64_t num_rows) const {
-    const int64_t size = is_bf16(call_.epilogue) ? 2 : 4, stride = call_.out_stride * size;
-    return call_.epilogue != Epilogue::add_f32 && call_.epilogue != Epilogue::best_or_f32 &&
+    const int64_t stride = call_.out_stride * static_cast<int64_t>(size_of(call_.out_dtype));
+    return call_.epilogue != Epilogue::add && call_.epilogue != Epilogue::best_or_store &&
            num_rows * stride > kStreamedBytes && stride % 64 == 0 &&
            reinterpret_cast<uintptr_t>(call_.out) % 64 == 0;
   }
@@ -192,7 +192,7 @@ class TiledLinear {
   void finish_pair(int64_t panel, int64_t num_panels, int64_t row, int num_rows,
                    const f32x16 (*sums)[2]) {
     LinearCall call = call_;
-    const int64_t size = is_bf16(call.epilogue) ? 2 : 4;
+    const auto size = static_cast<int64_t>(size_of(call.out_dtype));
     const int64_t width = (is_gated(call.epilogue) ? kLanes : kPanel) * size;  // of a panel
     const bool is_whole = num_panels == kPair && (panel + kPair) * kPanel <= call.weights->n;
     const int64_t from = row * call.out_stride * size + panel * width;

@@ -6,8 +6,7 @@ namespace quire {
 namespace {
 
 size_t panel_bytes(NamedKind named, int64_t n, int64_t k) {
-  const int64_t num_panels = round_up(n, kPanel) / kPanel;
-  return static_cast<size_t>(num_panels * panel_steps(named.kind, k, named.group)) * 128;
+  return static_cast<size_t>(panels_of(n) * panel_steps(named.kind, k, named.group)) * 128;
 }
 
 }  // namespace

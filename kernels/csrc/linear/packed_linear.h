@@ -24,16 +24,6 @@ NamedKind kind_called(const std::string& name);
 // The size of `PackedLinear`'s memory: the panels, then the scales of int8 and int4.
 size_t packed_bytes(NamedKind kind, int64_t n, int64_t k);
 
-// The number of elements of an input row, padded as `Activations` requires.
-inline int64_t input_width(const Linear& linear) {
-  return round_up(linear.k, input_multiple(linear));
-}
-
-// The number of groups of an input row; 0 unless the weights are int4.
-inline int64_t num_groups(const Linear& linear) {
-  return linear.kind == WeightKind::int4 ? round_up(linear.k, linear.group) / linear.group : 0;
-}
-
 class PackedLinear {
  public:
   // memory: uint8, packed_bytes long, 64-byte aligned. bias: fp32 [N], or none.
@@ -42,7 +32,6 @@ class PackedLinear {
                std::optional<Array> bias);
 
   const Linear& get() const { return linear_; }
-  int64_t num_panels() const { return round_up(linear_.n, kPanel) / kPanel; }
 
  private:
   Linear linear_{};

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "linear/packed_linear.h"
 #include "linear/split.h"
 
 namespace quire {
@@ -13,14 +12,6 @@ namespace {
 
 constexpr int64_t kStatesAtOnce = 8;  // grain of loops over states
 const Draw kLikeliest{};              // temperature 0
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-bf16 narrowed(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return static_cast<bf16>((bits >> 16) | 0x40u);
-  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // Whether a later value replaces the best one so far: NaN is the largest, the first of equals
 // stays.
@@ -32,13 +23,9 @@ bool beats(const Best& challenger, const Best& holder) {
 }  // namespace
 
 void Head::logits(const float* hidden, int64_t m, float* out) {
-  prepare(m);
-  const int64_t num_panels = round_up(weights_.n, kPanel) / kPanel;
-  const int64_t grain = linear_grain(kernels_, weights_, m, pool_.num_lanes());
+  inputs_.prepare(m, hidden_size());
   pool_.run([&](Lane& lane) {
-    const LinearCall all = call(input(lane, hidden, m), Epilogue::store_f32, out);
-    lane.loop(num_panels, grain,
-              [&](int64_t begin, int64_t end) { kernels_.linear(all, begin, end, 0, m); });
+    run_linear(kernels_, pool_, lane, call(input(lane, hidden, m), Epilogue::store, out), m);
   });
 }
 
@@ -78,13 +65,13 @@ void Head::draw(const float* hidden, int64_t m, const Draws& asked) {
   while (static_cast<int>(samplers_.size()) < pool_.num_lanes()) samplers_.emplace_back(kernels_);
 
   const float* states = gathered(hidden);
-  prepare(m);
-  const int64_t num_panels = round_up(weights_.n, kPanel) / kPanel;
+  inputs_.prepare(m, hidden_size());
+  const int64_t num_panels = panels_of(weights_.n);
   const int64_t grain = linear_grain(kernels_, weights_, m, pool_.num_lanes());
   const int64_t num_parts = (num_panels + grain - 1) / grain;
   auto* bests = static_cast<Best*>(bests_.get(num_parts * num_best_ * sizeof(Best)));
   pool_.run([&](Lane& lane) {
-    LinearCall all = call(input(lane, states, m), Epilogue::best_or_f32, rows);
+    LinearCall all = call(input(lane, states, m), Epilogue::best_or_store, rows);
     all.num_best = num_best_;
     lane.loop(num_panels, grain, [&](int64_t first, int64_t last) {
       all.best = bests + first / grain * num_best_;
@@ -131,19 +118,8 @@ const float* Head::gathered(const float* hidden) {
   return states;
 }
 
-void Head::prepare(int64_t m) {
-  const int64_t width = round_up(hidden_size(), kMostGroup);
-  inputs_ = {kernels_.input_kind(weights_.kind),
-             weights_.group,
-             rounded_.get(m * width * sizeof(bf16)),
-             width,
-             static_cast<float*>(scales_.get(m * sizeof(float))),
-             static_cast<float*>(sums_.get(m * num_groups(weights_) * sizeof(float))),
-             num_groups(weights_)};
-}
-
 LinearCall Head::call(const Activations& x, Epilogue epilogue, float* out) const {
-  LinearCall made{&weights_, x, epilogue, out, vocab()};
+  LinearCall made{&weights_, x, epilogue, Dtype::f32, out, vocab()};
   made.factor = factor_;
   made.cap = cap_;
   return made;
@@ -152,16 +128,11 @@ LinearCall Head::call(const Activations& x, Epilogue epilogue, float* out) const
 Activations Head::input(Lane& lane, const float* hidden, int64_t m) {
   const int64_t width = hidden_size();
   if (weights_.kind == WeightKind::f32) return {hidden, width};
+  const Rows rows = inputs_.of(kernels_, weights_);
   lane.loop(m, kStatesAtOnce, [&](int64_t begin, int64_t end) {
-    if (is_quantized(weights_.kind))
-      return kernels_.quantize(hidden, Dtype::f32, width, static_cast<int>(width), inputs_, begin,
-                               end);
-    auto* rounded = static_cast<bf16*>(inputs_.data);
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t i = 0; i < width; ++i)
-        rounded[row * inputs_.stride + i] = narrowed(hidden[row * width + i]);
+    kernels_.quantize(hidden, Dtype::f32, width, static_cast<int>(width), rows, begin, end);
   });
-  return inputs_.read();
+  return rows.read();
 }
 
 }  // namespace quire

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "linear/input_rows.h"
 #include "sampling/sampler.h"
 #include "sampling/scorer.h"
 #include "scratch.h"
@@ -49,7 +50,6 @@ class Head {
 
   void plan(int64_t m, const Draws& asked);
   const float* gathered(const float* hidden);
-  void prepare(int64_t m);
   Activations input(Lane& lane, const float* hidden, int64_t m);
   LinearCall call(const Activations& x, Epilogue epilogue, float* out) const;
   void draw_at(Sampler& sampler, float* logits, int64_t place, const Draws& asked);
@@ -59,7 +59,7 @@ class Head {
   ThreadPool& pool_;
   const Linear& weights_;
   const float factor_, cap_;
-  Rows inputs_{};
+  InputRows inputs_;
   std::vector<Sampler> samplers_;  // one for each lane
   Scorer scorer_;
 
@@ -70,7 +70,7 @@ class Head {
   std::vector<int64_t> draws_;      // indices of draws, by place
   std::vector<int64_t> slots_;      // by draw: its slot in `scores`, or -1
   int64_t num_best_ = 0;            // states without logits
-  Scratch gathered_, rounded_, scales_, sums_, logits_, bests_;
+  Scratch gathered_, logits_, bests_;
 };
 
 }  // namespace quire

@@ -78,10 +78,10 @@ void Scorer::add(int64_t part) {
   const float asked = logits[scores_.asked(rows_[row].slot)];
   const int64_t end = std::min(begin + kPart, vocab_);
   double sums[4] = {};  // independent chains of additions
-  float scaled[kLogitChunk], powers[kLogitChunk];
+  float powers[kLogitChunk];
   for (int64_t at = begin; at < end; at += kLogitChunk) {
     const int64_t size = std::min<int64_t>(kLogitChunk, end - at);
-    kernels_.exp_scaled(logits + at, size, largest, 1.0f, scaled, powers);
+    kernels_.exponentials(logits + at, size, largest, powers);
     for (int j = 0; j < kLogitChunk; ++j) sums[j % 4] += powers[j];
     int num_larger = 0;
     for (int64_t j = 0; j < size; ++j) num_larger += logits[at + j] > asked;

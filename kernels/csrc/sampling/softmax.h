@@ -46,15 +46,11 @@ inline const float* whole_chunk(const float* x, int64_t n, float* padded) {
   return padded;
 }
 
-inline void exp_scaled(const float* x, int64_t n, float largest, float temperature, float* scaled,
-                       float* powers) {
+inline void exponentials(const float* x, int64_t n, float largest, float* powers) {
   float padded[kLogitChunk];
   x = whole_chunk(x, n, padded);
-  for (int i = 0; i < kLogitChunk; i += kLanes) {
-    const f32x16 v = scaled_at(x + i, largest, temperature);
-    store(scaled + i, v);
-    store(powers + i, exp_nonpositive(v));
-  }
+  for (int i = 0; i < kLogitChunk; i += kLanes)
+    store(powers + i, exp_nonpositive(load<f32x16>(x + i) - largest));
 }
 
 // The weights of sixteen scaled logits, before they are rounded down to whole numbers: as

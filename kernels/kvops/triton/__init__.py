@@ -93,10 +93,10 @@ class TritonKernels(Kernels):
         return heads.store_heads(call)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return fusions.silu_mul(gate, up)
+        return fusions.gate_mul(gate, up, gelu=False)
 
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return fusions.gelu_mul(gate, up)
+        return fusions.gate_mul(gate, up, gelu=True)
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         chosen, shares = weights.choose(self.linear(x.float(), weights.router, weights.router_bias))

@@ -108,15 +108,8 @@ def _rms_norm(
     tl.store(out + token * SIZE + dims, (wide * scale * weights).to(out.dtype.element_ty), inside)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return _gate_mul(gate, up, gelu=False)
-
-
-def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return _gate_mul(gate, up, gelu=True)
-
-
-def _gate_mul(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+def gate_mul(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+    """See `kvops.ops.Backend.silu_mul` and `gelu_mul`."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_tokens, size = gate.shape
     _activate_mul[(num_tokens, triton.cdiv(size, _GATE_WIDTH))](
