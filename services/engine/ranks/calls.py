@@ -14,12 +14,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
 
-from services.engine.ranks.step_call import StepCall
 from services.pool.keeper import close_all
 from services.runtime.errors import StartupError
 
 _POLL_S = 0.1
-_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ class Peers:
             connection.close()
 
     def _send(self, call: Call) -> None:
-        octets = encoded(call)
+        octets = ForkingPickler.dumps(call)  # once for all connections
         for connection in self.connections:
             connection.send_bytes(octets)
 
@@ -118,24 +116,3 @@ class Peers:
             close_all([value for value in values if isinstance(value, Descriptor)])
             raise StartupError("; ".join(failures))
         return values
-
-
-def encoded(call: Call) -> bytes:
-    """The bytes of a call: a letter for its kind, then numbers if it is a part of a step."""
-    match call:
-        case Call("compute", (StepCall() as step,)):
-            return b"S" + step.encode()
-        case Call("logits", (int(num_states),)):
-            return b"L" + num_states.to_bytes(_COUNT_BYTES)
-    return b"C" + bytes(ForkingPickler.dumps(call))
-
-
-def decoded(octets: bytes) -> Call:
-    """The call with these bytes, which `encoded` of rank 0 has made."""
-    kind, body = octets[:1], octets[1:]
-    if kind == b"S":
-        return Call("compute", (StepCall.decode(body),), is_answered=False)
-    if kind == b"L":
-        return Call("logits", (int.from_bytes(body),), is_answered=False)
-    call: Call = ForkingPickler.loads(body)
-    return call

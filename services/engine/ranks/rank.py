@@ -28,7 +28,7 @@ from services.engine.device.steps import ModelSteps, attention_shape
 from services.engine.models.decoder import ComposedModel, LowRanks
 from services.engine.models.load import load_shard
 from services.engine.pool import Arena, CudaArena, FileArena, KVPool
-from services.engine.ranks.calls import Call, Descriptor, RankAnswer, decoded
+from services.engine.ranks.calls import Call, Descriptor, RankAnswer
 from services.engine.ranks.collectives import connect
 from services.engine.ranks.step_call import StepCall
 from services.engine.weights.packed_file import Progress
@@ -260,7 +260,7 @@ def follow(connection: Connection, rank: Rank) -> None:
     with torch.inference_mode():
         while True:
             try:
-                call = decoded(connection.recv_bytes())
+                call: Call = connection.recv()
             except EOFError:
                 return
             descriptors = [recv_handle(connection) for _ in range(call.num_descriptors)]
