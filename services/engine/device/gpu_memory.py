@@ -12,8 +12,7 @@ and workspaces.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -149,54 +148,6 @@ class CudaMeter:
         return int(own)
 
 
-class Measurement:
-    """Measures what a process takes on its GPU: its weights at the start, and the peak of the steps
-    until `plan`. `pool` is their arena of one block, and they write nothing into it."""
-
-    def __init__(self, meter: MemoryMeter, device: torch.device, layout: PoolLayout) -> None:
-        use_device(device)
-        self._meter = meter
-        self._weights = meter.tensors()
-        self.pool = KVPool.private(layout, 1, str(device))
-        self._before = meter.tensors()
-        self._graphs = 0
-        self._steps: tuple[int, int] | None = None
-        meter.reset_peak()
-
-    @contextmanager
-    def graphs(self) -> Iterator[None]:
-        """Measure what recording graphs in the context takes; there are no steps after it. Their
-        temporaries are in memory of their own, which the steps' peak does not show."""
-        self._steps = self._measured_steps()
-        before = self._meter.used()
-        yield
-        self._graphs = max(0, self._meter.used() - before)
-
-    def plan(
-        self,
-        num_workers: int,
-        utilization: float,
-        shared: "SharedWeights | None",
-        draft_bytes: int = 0,
-    ) -> GpuMemoryPlan:
-        activations, other = self._steps or self._measured_steps()
-        return GpuMemoryPlan(
-            self._meter.total(),
-            utilization,
-            num_workers,
-            self._weights,
-            activations,
-            other=max(0, other - (shared.counted if shared else 0)),
-            graphs=self._graphs,
-            shared_weights=shared.num_bytes if shared else 0,
-            draft=draft_bytes,
-        )
-
-    def _measured_steps(self) -> tuple[int, int]:
-        """Activations, and what the process has beyond PyTorch's tensors."""
-        return self._meter.peak() - self._before, self._meter.other()
-
-
 def profile(
     meter: MemoryMeter,
     device: torch.device,
@@ -215,12 +166,28 @@ def profile(
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
     sequences, and by recording the graphs of steps, for decode steps of up to `graph_rows` rows (0
-    records none). `new_runner` makes a runner on an arena. With several ranks this is the first
-    one's plan; the steps run on all of them."""
-    measured = Measurement(meter, device, layout)
-    runner = new_runner(measured.pool.kv)
+    records none). `new_runner` makes a runner on an arena of one block, into which nothing is
+    written. With several ranks this is the first one's plan; the steps run on all of them."""
+    use_device(device)
+    weights = meter.tensors()
+    pool = KVPool.private(layout, 1, str(device))
+    before = meter.tensors()
+    meter.reset_peak()
+    runner = new_runner(pool.kv)
     runner.run_largest_step(num_tokens, num_rows)
-    if graph_rows:
-        with measured.graphs():
-            runner.capture_graphs(graph_rows, num_tokens, new_graph, max_lora_rank)
-    return measured.plan(num_workers, utilization, shared, draft_bytes)
+    activations, other, graphs = meter.peak() - before, meter.other(), 0
+    if graph_rows:  # their temporaries are in memory of their own, which the peak does not show
+        used = meter.used()
+        runner.capture_graphs(graph_rows, num_tokens, new_graph, max_lora_rank)
+        graphs = max(0, meter.used() - used)
+    return GpuMemoryPlan(
+        meter.total(),
+        utilization,
+        num_workers,
+        weights,
+        activations,
+        other=max(0, other - (shared.counted if shared else 0)),
+        graphs=graphs,
+        shared_weights=shared.num_bytes if shared else 0,
+        draft=draft_bytes,
+    )
