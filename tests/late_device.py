@@ -14,6 +14,20 @@ from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait, 
 from services.engine.forward import ForwardPass
 
 
+@dataclass(frozen=True, slots=True)
+class CompleteFlight:
+    """The flight of a step that was computed while it was launched."""
+
+    results: Sequence[RowResult] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def result(self) -> Sequence[RowResult]:
+        return self.results
+
+
 class LateForward:
     """Records a step at its launch; the forward pass behind it computes the step in `result`.
 
@@ -31,9 +45,7 @@ class LateForward:
         """How many rows took a token that was not known at their launch."""
         self.on_idle = forward.on_idle
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> "LateFlight":
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> "LateFlight":
         assert len(self.flights) < self._most_flights, "too many steps are in flight"
         self.num_ahead += sum(row.drawn_by is not None for row in rows)
         if any(row.draw_behind is not None for row in rows):
@@ -41,7 +53,7 @@ class LateForward:
             assert not any(row.num_drafts or row.num_unknown for row in rows)
             rows = with_draws_behind(rows, self._last.result())  # as the runner waits for it
         frozen = tuple(_as_now(row) for row in rows)
-        flight = LateFlight(self, self._last, frozen, tuple(copies), num_waiting)
+        flight = LateFlight(self, self._last, frozen, tuple(copies))
         self._last = flight
         self.flights.append(flight)
         return flight
@@ -59,9 +71,7 @@ class LateForward:
         while until.computed is None:
             flight = self.flights[0]
             flight.rows = tuple(flight.known(row) for row in flight.rows)
-            flight.computed = self._forward.launch(
-                flight.rows, flight.copies, flight.num_waiting
-            ).result()
+            flight.computed = self._forward.launch(flight.rows, flight.copies).result()
             flight.before = None
             self.flights.popleft()
 
@@ -72,7 +82,6 @@ class LateFlight:
     before: "LateFlight | None"
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...]
-    num_waiting: int
     computed: Sequence[RowResult] | None = field(default=None)
 
     @property

@@ -129,7 +129,6 @@ class Engine:
             if not self._launched:
                 self._forward.on_idle()
             return False
-        num_waiting = self._scheduler.num_runnable - len(batch)
         catch_up_s: float | None = 0.0
         if self._speculation is not None:
             behind = self._launched[-1].flight if self._launched else None
@@ -141,7 +140,7 @@ class Engine:
         ]
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
         self._check_fence()
-        flight = self._forward.launch(rows, pairs, num_waiting)
+        flight = self._forward.launch(rows, pairs)
         is_idle = not self._launched and not flight.is_complete
         idle_s = time.perf_counter() - began if is_idle else 0.0
         groups = {group.key: group for group, _ in copied}

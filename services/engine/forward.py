@@ -27,20 +27,6 @@ class Flight(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteFlight:
-    """The flight of a step that was computed while it was launched."""
-
-    results: Sequence[RowResult] = ()
-
-    @property
-    def is_complete(self) -> bool:
-        return True
-
-    def result(self) -> Sequence[RowResult]:
-        return self.results
-
-
-@dataclass(frozen=True, slots=True)
 class PendingDrafts:
     """Drafts that a device draws before the step that verifies them; both are launched before the
     host knows the drafts."""
@@ -73,15 +59,12 @@ def known(drafts: Drafts) -> tuple[int, ...]:
 class ForwardPass(Protocol):
     """The computation of steps: a runner, perhaps behind a fence guard or on shared CPUs."""
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> Flight:
         """Launch a step: copy blocks within the arena, then compute the rows and store their KV.
 
         Steps are computed in the order of their launches. `copies` are pairs (source, target); all
         sources are read before any target is written. There may be copies without rows. Block
-        tables and adjustments are read before `launch` returns. `num_waiting` more sequences could
-        run, but wait for a later step.
+        tables and adjustments are read before `launch` returns.
         """
 
     def yield_device(self, wait: Wait) -> None:

@@ -24,7 +24,7 @@ from services.engine.device.inputs import Indices, StepInputs, one_token_rows
 from services.engine.device.largest_rows import largest_rows
 from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.device.threads import use_device
-from services.engine.forward import CompleteFlight, Flight
+from services.engine.forward import Flight
 from services.engine.models import Model
 from services.engine.models.model import AdapterRun
 from services.engine.sampling.masks import Masks, MaskThread
@@ -79,14 +79,12 @@ class Runner:
         self._ops = ops
 
     @torch.inference_mode()
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> Flight:
         """Copy blocks, compute all rows in one pass, store their KV, and draw the tokens that each
         row asks for.
 
         Each row gets its tokens, as a `RowOutput` if it asks for logprobs. A row whose logits are
-        not finite gets a `Fault` instead; the other rows are not affected. `num_waiting` is unused.
+        not finite gets a `Fault` instead; the other rows are not affected.
 
         ValueError, before any KV is written: a row has no tokens, a negative start, more positions
         than the context or its block table, an id out of range, or takes a token that the last step
@@ -145,10 +143,6 @@ class Runner:
             else:
                 given = placed[f"given.{number}"]
                 outputs.append(self._model.score(states, given, scoring.num_top))
-        if self.computes_at_launch:
-            return CompleteFlight(
-                batch.results([[t.cpu() for t in part] for part in outputs], masks())
-            )
         accepted = num_accepted(placed, drawn[0]) if "num_drafts" in placed else None
         self._last = DrawnFlight(batch, outputs, masks, accepted)
         return self._last

@@ -69,11 +69,6 @@ class Scheduler:
         """Whether a group is here that goes on after its first drawn tokens."""
         return any(not group.one_token for group in self._groups.values())
 
-    @property
-    def num_runnable(self) -> int:
-        """The number of sequences that could run in the next step."""
-        return len(self._runnable())
-
     def next_batch(self) -> list[ScheduledSequence]:
         """The next step: groups in queue order, sequences of a group by index; the first of those
         that decode and the first of the others always get tokens, if the step has room for two.

@@ -16,7 +16,6 @@ from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.engine.batch import Row, RowResult
-from services.engine.forward import CompleteFlight
 from services.engine.sequences.group import Group
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import InvalidRequest, VersionMismatch
@@ -27,6 +26,7 @@ from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
+from tests.late_device import CompleteFlight
 from tests.unit.workers.fake_pools import FakePools
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward
 from tests.waiting import until
@@ -61,9 +61,7 @@ class GuardedForward(FakeForward):
         self.groups: Callable[[], Sequence[Group]] = list
         """The groups in the engine."""
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> CompleteFlight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> CompleteFlight:
         holder_of = {
             id(sequence.block_table): group.key
             for group in self.groups()
@@ -71,7 +69,7 @@ class GuardedForward(FakeForward):
         }
         for row in rows:
             self._look_at(row, holder_of[id(row.block_table)])
-        return super().launch(rows, copies, num_waiting)
+        return super().launch(rows, copies)
 
     def _look_at(self, row: Row, holder_id: str) -> None:
         read = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])

@@ -15,7 +15,7 @@ import torch
 import kvops
 from kvops.native import Lane
 from services.engine.batch import Fault, Row, RowOutput, RowResult
-from services.engine.forward import CompleteFlight, Flight
+from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.sampling_batch import SamplingBatch
@@ -23,7 +23,7 @@ from services.engine.speculation.draft_model import DraftModel
 from services.gateway.workers.models import catalog
 from tests.drafting import is_wrong
 from tests.exactness import SEED
-from tests.late_device import LateForward
+from tests.late_device import CompleteFlight, LateForward
 
 LIMIT_S = 30.0
 NUM_DRAFT_BLOCKS = 1200
@@ -84,10 +84,8 @@ def draft_model(
 class HalfWrong(Runner):
     """A draft model's runner that changes every second token that it draws."""
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
-        results = super().launch(rows, copies, num_waiting).result()
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> Flight:
+        results = super().launch(rows, copies).result()
         return CompleteFlight([_half_wrong(*each) for each in zip(rows, results, strict=True)])
 
 
@@ -147,13 +145,11 @@ class Watched(Runner):
         assert self._ops.native is not None
         return self._ops.native.num_lanes
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> Flight:
         if not self.gate.is_set():
             self.is_paused = True
             assert self.gate.wait(LIMIT_S)
-        flight = super().launch(rows, copies, num_waiting)
+        flight = super().launch(rows, copies)
         ours = [row for row in rows if self._is_ours(row)]
         void = set(_drawn_after_wrong_draft(rows, flight.result()))
         for key, state in self._new:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
 from services.engine.batch import Row
-from services.engine.forward import CompleteFlight
 from services.engine.runner import Runner
 from services.runtime.numa.topology import HostCpus, Node
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
+from tests.late_device import CompleteFlight
 
 from .cpu_board_member import Guest, guest
 
@@ -162,11 +162,11 @@ def test_a_worker_reports_its_backlog_until_it_is_idle(worker: Worker) -> None:
     assert worker.backlog() == 0
     worker.cpus.launch(ROWS)
     assert worker.backlog() == 2
-    worker.cpus.launch(ROWS, num_waiting=5)
+    worker.cpus.launch(ROWS[:1])
     worker.cpus.on_idle()
     assert worker.backlog() == 0
     worker.cpus.launch(ROWS)
-    assert worker.linear.backlogs == [2, 7, 2]
+    assert worker.linear.backlogs == [2, 1, 2]
 
 
 def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: Worker) -> None:

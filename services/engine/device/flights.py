@@ -1,4 +1,4 @@
-"""The flights of a device: what a step has drawn stays there, and copies travel to the host.
+"""The flights of steps: what a step has drawn stays on its device, and copies travel to the host.
 
 Rows of the next step may take the drawn tokens on the device, before the host has them: behind
 drafts, a row takes the token that was drawn after the last accepted one. The step that verifies

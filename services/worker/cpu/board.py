@@ -1,9 +1,8 @@
 """The CPU board: a file, mapped by all workers of a host, that says which workers are busy.
 
-An entry has 64 bytes: its worker's backlog (int32: how many sequences it wants to compute now; 0 if
-it needs no CPU), then role, NUMA nodes and name. The worker keeps its entry locked with a POSIX
-record lock, which the kernel drops when the process dies. So every entry that can be locked is
-free.
+An entry has 64 bytes: its worker's backlog (int32: how many sequences it computes now; 0 if it
+needs no CPU), then role, NUMA nodes and name. The worker keeps its entry locked with a POSIX record
+lock, which the kernel drops when the process dies. So every entry that can be locked is free.
 
 See ADR 45.
 """

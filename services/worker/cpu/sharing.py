@@ -57,10 +57,8 @@ class SharedCpus:
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
-        self._begin(len(rows) + num_waiting)
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> Flight:
+        self._begin(len(rows))
         began = time.perf_counter()
         flight = self._runner.launch(rows, copies)
         drafting_s, self._drafting_s = self._drafting_s, 0.0

@@ -15,11 +15,11 @@ import xxhash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec, PrefixHash
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
-from services.engine.forward import CompleteFlight
 from services.pool.stamps import Stamps, StampState, record_bytes
 from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.messages import AwaitsBlocks, Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from tests.late_device import CompleteFlight
 
 VOCAB = 50_000
 NUM_LIKELY = 60
@@ -143,9 +143,7 @@ class FakeForward:
     def on_idle(self) -> None:
         pass
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> CompleteFlight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> CompleteFlight:
         assert rows or copies
         self.num_copies += bool(copies)
         if copies:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from services.engine.batch import Draw, Fault, Row, RowResult
-from services.engine.forward import CompleteFlight, known
+from services.engine.forward import known
 from services.engine.sequences.sequence import Branch, Rules, Sequence
 from services.engine.speculation.draft_model import CHUNK, DraftModel
-from tests.late_device import LateForward
+from tests.late_device import CompleteFlight, LateForward
 
 from .fakes import SAMPLED, next_token, ticket
 

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from services.engine.batch import Row
-from services.engine.forward import CompleteFlight
 from services.protocol.messages import (
     Abort,
     Admit,
@@ -28,7 +27,7 @@ from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
 from services.worker.roles.mixed import Mixed
-from tests.late_device import Device
+from tests.late_device import CompleteFlight, Device
 from tests.waiting import until
 
 from .conftest import running
@@ -46,12 +45,10 @@ class Recorded(FakeForward):
         super().__init__(arena)
         self.steps: list[list[int]] = []
 
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> CompleteFlight:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> CompleteFlight:
         if rows:
             self.steps.append([len(row.token_ids) for row in rows])
-        return super().launch(rows, copies, num_waiting)
+        return super().launch(rows, copies)
 
 
 class MixedWorker:

@@ -14,7 +14,6 @@ import pytest
 from blockstore.records import PoolSpec
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.engine import Engine
-from services.engine.forward import CompleteFlight
 from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
 from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
@@ -24,7 +23,7 @@ from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Payoff
 from services.engine.speculation.speculation import Speculation
 from tests.drafting import AsMany, Oracle
-from tests.late_device import LateForward
+from tests.late_device import CompleteFlight, LateForward
 
 from .fakes import SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 from .sequences import KEY, SIZE, sequence
