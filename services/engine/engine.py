@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from services.engine.batch import Fault, Wait
 from services.engine.forward import Flight, ForwardPass, known
@@ -20,9 +19,8 @@ from services.engine.messages import (
     AddBlocks,
     Admit,
     Command,
-    FailedGroup,
     Remove,
-    Removed,
+    RetiredStep,
     Start,
     StepOutcome,
 )
@@ -48,15 +46,6 @@ class LaunchedStep:
     device computes them."""
     idle_s: float
     """How long the device waited for the launch; 0 if it computed the step before until then."""
-
-
-class RetiredStep(NamedTuple):
-    """A step that the device has computed."""
-
-    num_tokens: int
-    duration_s: float
-    has_prompts: bool
-    """Whether it computed tokens of prompts, and not only decoded."""
 
 
 class Engine:
@@ -164,12 +153,12 @@ class Engine:
         num_kept = launched and not steps[-1].flight.is_complete
         return [steps.popleft() for _ in range(len(steps) - num_kept)]
 
-    def apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
+    def apply(self, commands: Seq[Command]) -> tuple[Advance, ...]:
         """Apply commands between two steps; no later step touches what they removed.
 
-        Returns the removed groups. Commands for a group that the engine no longer has do nothing.
-        A command that ends a group in flight, or a sequence of it, pauses the group and is applied
-        once its flights are retired.
+        Returns the last advances of removed groups. Commands for a group that the engine no longer
+        has do nothing. A command that ends a group in flight, or a sequence of it, pauses the group
+        and is applied once its flights are retired.
         """
         removed = []
         commands, self._deferred = [*self._deferred, *commands], []
@@ -200,10 +189,10 @@ class Engine:
                     removed.append(self._remove(group))
         return tuple(removed)
 
-    def _remove(self, group: Group) -> Removed:
+    def _remove(self, group: Group) -> Advance:
         self._scheduler.remove(group.key)
         self._changed.pop(group.key, None)
-        return Removed(group.key, group.state())
+        return Advance(group.key, remaining=group.state())
 
     def _retire(self, step: LaunchedStep) -> RetiredStep:
         """Wait for a step and apply its results."""
@@ -228,40 +217,31 @@ class Engine:
         return RetiredStep(num_tokens, duration_s, has_prompts)
 
     def _report(
-        self, removed: tuple[Removed, ...], retired: Seq[RetiredStep], *, is_busy: bool
+        self, removed: tuple[Advance, ...], retired: Seq[RetiredStep], *, is_busy: bool
     ) -> StepOutcome:
         """Report the changed groups. The end of a group in flight, by itself or by a fault, is
         reported later: once no flight touches its blocks."""
         changed, self._changed = self._changed, {}
-        advances, failed = [], []
+        advances = [*removed]
         for group in changed.values():
             if group.num_flights and (group.fault or not group.sequences):
                 self._changed[group.key] = group
             if group.fault is None:
                 advances.append(self._advance(group))
             elif not group.num_flights:
-                failed.append(self._fail_group(group, group.fault))
-        of_prompts = [step for step in retired if step.has_prompts]
-        return StepOutcome(
-            tuple(advances),
-            tuple(failed),
-            removed,
-            num_tokens=sum(step.num_tokens for step in retired),
-            duration_s=sum(step.duration_s for step in retired),
-            num_tokens_with_prompts=sum(step.num_tokens for step in of_prompts),
-            with_prompts_s=sum(step.duration_s for step in of_prompts),
-            is_busy=is_busy,
-        )
+                advances.append(self._fail_group(group, group.fault))
+        steps = tuple(step for step in retired if step.num_tokens)
+        return StepOutcome(tuple(advances), steps, is_busy)
 
-    def _fail_group(self, group: Group, fault: Fault) -> FailedGroup:
+    def _fail_group(self, group: Group, fault: Fault) -> Advance:
         """Drop a group whose row failed. If its KV may be the cause, reset the stamps of its full
         blocks, so that no recovery takes them for finished."""
         self._scheduler.remove(group.key)
         if fault is not Fault.NOT_FINITE:
-            return FailedGroup(group.key, fault, ())
+            return Advance(group.key, fault=fault)
         blocks = group.full_blocks
         self._stamps.mark_owned([block_id for block_id, _ in blocks], group.key)
-        return FailedGroup(group.key, fault, blocks)
+        return Advance(group.key, fault=fault, broken=blocks)
 
     def _advance(self, group: Group) -> Advance:
         """Stamp the blocks that a group has completed, and report what it did. A group without

@@ -87,7 +87,7 @@ class EngineThread:
                 self._engine.yield_device(self._new_groups.wait)
 
     def _apply(self, commands: Seq[Command]) -> None:
-        self._send_outcome(StepOutcome(removed=self._engine.apply(commands)))
+        self._send_outcome(StepOutcome(self._engine.apply(commands)))
 
     def _wait_for_more(self) -> bool:
         """Apply the commands that arrive while the step may still wait; False: stop the thread."""

@@ -134,7 +134,7 @@ class OfflineEngine:
         loop.run_until_complete(self._start(parts))
 
     async def _start(self, parts: WorkerParts) -> None:
-        self._worker = worker = PoolEngine(parts, lambda outcome: self.role.on_outcome(outcome))
+        self._worker = worker = PoolEngine(parts, lambda advances: self.role.on_advances(advances))
         self.role = Whole(worker)
         await self._store.register_pool(self.spec)
         await self._store.register_worker(

@@ -4,7 +4,7 @@ from collections.abc import Coroutine, Iterable
 from itertools import chain
 from typing import Any
 
-from services.engine.messages import AbortSequence, Removed
+from services.engine.messages import AbortSequence
 from services.engine.sequences.results import Advance
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import ABORTED, Session
@@ -66,16 +66,11 @@ class Whole(Prefill):
             job.prompt_logprobs.clear()
         self._commit(job, advance.completed)
         if advance.remaining is not None:
-            self.release(job, ABORTED)
+            job.ticket = job.ticket.with_group(advance.remaining)
+            self.release(job, job.ending if job.ending and advance.remaining.sequences else ABORTED)
         else:
             self.worker.holders.give_back(job.ticket, advance.freed)
             self._extender.want(advance.key, advance.wanted_blocks)
-
-    def _on_removed(self, job: PrefillJob, removed: Removed) -> None:
-        job.ticket = job.ticket.with_group(removed.state)
-        ending = job.ending if removed.state.sequences else ABORTED
-        assert ending is not None
-        self.release(job, ending)
 
     def _stop(self, job: PrefillJob) -> None:
         if self.running.get(job.ticket.holder_id) is job:

@@ -1,7 +1,7 @@
 """An engine on a pool: what a worker of any role works with."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,9 @@ from blockstore.store import BlockStore
 from services.engine.batch import Fault
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
-from services.engine.messages import FailedGroup, StepOutcome
+from services.engine.messages import StepOutcome
 from services.engine.scheduler import Scheduler
+from services.engine.sequences.results import Advance
 from services.engine.sequences.sequence import Rules
 from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
@@ -65,8 +66,10 @@ class WorkerParts:
 class PoolEngine:
     """The engine thread, and the ordered writes to the store about what it computes."""
 
-    def __init__(self, parts: WorkerParts, on_outcome: Callable[[StepOutcome], None]) -> None:
-        """The event loop calls `on_outcome` after each step."""
+    def __init__(
+        self, parts: WorkerParts, on_advances: Callable[[Sequence[Advance]], None]
+    ) -> None:
+        """The event loop calls `on_advances` after each step."""
         self.store, self.limits, self.metrics = parts.store, parts.limits, parts.metrics
         self.swap_pool, self.files, self.tracer = parts.swap_pool, parts.files, parts.tracer
         self.adapters, self.grammars = parts.adapters, parts.grammars
@@ -83,7 +86,7 @@ class PoolEngine:
         """Gets the first error of the engine, the store or a task: it is fatal."""
         self.writer = StoreWriter(self.fail)
         self.holders = HolderWrites(self.store, self.pool_id, self.writer)
-        self._on_outcome = on_outcome
+        self._on_advances = on_advances
         self._tasks: set[asyncio.Task[None]] = set()
         engine = Engine(
             parts.forward,
@@ -120,14 +123,14 @@ class PoolEngine:
         await asyncio.to_thread(self.engine.stop)
 
     def _after_step(self, outcome: StepOutcome) -> None:
-        if outcome.num_tokens:
-            self.metrics.step_s.observe(outcome.duration_s)
-            self.metrics.step_tokens.observe(outcome.num_tokens)
-            self.step_meter.add(outcome.duration_s, outcome.num_tokens)
-        if outcome.num_tokens_with_prompts:
-            self.prompt_meter.add(outcome.with_prompts_s, outcome.num_tokens_with_prompts)
+        for step in outcome.retired:
+            self.metrics.step_s.observe(step.duration_s)
+            self.metrics.step_tokens.observe(step.num_tokens)
+            self.step_meter.add(step.duration_s, step.num_tokens)
+            if step.has_prompts:
+                self.prompt_meter.add(step.duration_s, step.num_tokens)
         try:
-            self._on_outcome(outcome)
+            self._on_advances(outcome.advances)
         except Exception as error:  # else the rest of the outcome would be lost silently
             self.fail(error)
 
@@ -178,15 +181,15 @@ class PoolEngine:
         if length > longest:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")
 
-    def retract(self, failed: FailedGroup) -> None:
+    def retract(self, failed: Advance, fault: Fault) -> None:
         """Take all full blocks of a broken group out of the prefix index and the files: the cause
         may lie in one of them, and would break every request that adopts it. Nothing is broken if a
         grammar cannot go on."""
-        if failed.fault is Fault.GRAMMAR:
+        if fault is Fault.GRAMMAR:
             log.warning("grammar_failed", holder_id=failed.key)
             return
-        log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
+        log.error("sequence_broken", holder_id=failed.key, reason=fault.value)
         self.metrics.num_broken.inc()
-        self.holders.retract(failed.blocks)
+        self.holders.retract(failed.broken)
         if self.files is not None:
-            self.files.drop(failed.blocks)
+            self.files.drop(failed.broken)

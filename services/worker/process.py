@@ -30,7 +30,7 @@ from services.worker.new_weights import read_again
 from services.worker.parts import KeptParts, make_parts
 from services.worker.pool_worker import PoolWorker
 from services.worker.ranks.processes import end_worker
-from services.worker.roles import role_of
+from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 
 # The next three add up to less than ENDING_S (services.runtime.config), the time for all
@@ -154,7 +154,9 @@ class WorkerProcess:
         """Serve in `role` until `stop` or until the worker is drained. Returns the role that it is
         to take next; None if it is to leave. `stack` closes what belongs to this role only."""
         await asyncio.to_thread(kept.take_role, self.role)
-        worker = PoolWorker[Any](kept.parts, role_of(self.role, mix=self._settings.mix))
+        worker = PoolWorker[Any](
+            kept.parts, ROLES[self.role], mixes=self._settings.mix and self.role == "decode"
+        )
         engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
         watching = asyncio.create_task(
             watch_steps(lambda: engine.step_in_flight, self._settings.step_limit_s, end)
@@ -181,11 +183,10 @@ class WorkerProcess:
         """Start the gRPC server; return it with the address at which gateways reach it."""
         settings, tls = self._settings, service_tls(self._settings)
         guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-        streams = worker.role.streams
-        names = [stream.service_name for stream in streams]
+        names = [role.stream.service_name for role in worker.roles]
         server = RpcServer(*names, guard=guard, tls=tls, health=self._health)
-        for stream in streams:
-            stream.add(WorkerStream(worker, self._read_weights, stream), server.aio)
+        for role in worker.roles:
+            role.stream.add(WorkerStream(worker, self._read_weights, role), server.aio)
         address = settings.address(await server.start(settings.host, settings.port))
         stack.push_async_exit(partial(_end_streams, worker, server))
         await server.set_serving(True)
@@ -255,7 +256,7 @@ async def _finish(
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     await asyncio.wait([drained], timeout=grace_s)
-    worker.role.requeue_all()
+    worker.requeue_all()
     await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
     worker.close_streams()
     await server.stop(_LAST_MESSAGES_S)

@@ -11,12 +11,12 @@ from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import LIBRARIES, PROTOCOL_VERSION
-from services.protocol.worker_stream import StreamType
 from services.runtime.errors import InvalidRequest, VersionMismatch
 from services.runtime.logging import get_logger
 from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
 from services.runtime.ticks import until_tick
 from services.worker.pool_worker import PoolWorker
+from services.worker.roles.role import Role
 
 _LOAD_INTERVAL_S = 0.25
 _IDLE_INTERVALS = 4
@@ -84,19 +84,20 @@ class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
     If a command raises InvalidRequest, the request that it names fails. `read_weights` reads the
-    weights again, and returns whether they are others than those that are served. `stream` is the
-    service's; None for a worker with one service.
+    weights again, and returns whether they are others than those that are served. `role` is the
+    service's; None for a worker with one role.
     """
 
     def __init__(
         self,
         worker: PoolWorker[Any],
         read_weights: Callable[[], Awaitable[bool]] = _keep_weights,
-        stream: StreamType | None = None,
+        role: Role[Any] | None = None,
     ) -> None:
         self._worker = worker
         self._read_weights = read_weights
-        self._response = (stream or worker.role.streams[0]).response
+        self._role: Role[Any] = role or worker.role
+        self._response = self._role.stream.response
 
     async def Connect(
         self, request_iterator: AsyncIterator[Any], context: Any
@@ -118,7 +119,7 @@ class WorkerStream:
             reading.cancel()
             reporting.cancel()
             self._worker.sessions.discard(session)
-            self._worker.role.close(session)
+            self._role.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
     async def _read_hello(self, requests: AsyncIterator[Any]) -> worker_pb2.Hello:
@@ -144,8 +145,7 @@ class WorkerStream:
         )
 
     def _load(self) -> worker_pb2.WorkerLoad:
-        worker = self._worker
-        return load_to_wire(LoadReport(worker.role.load(), worker.draining))
+        return load_to_wire(LoadReport(self._worker.load(), self._worker.draining))
 
     async def _report_load(self, session: StreamSession) -> None:
         while True:
@@ -155,7 +155,7 @@ class WorkerStream:
     async def _wait_for_report(self) -> None:
         """Wait until the next load report is due. When the worker begins to drain, a report is due
         at once, so that gateways move its requests."""
-        load, pause_s = self._worker.role.load(), _LOAD_INTERVAL_S
+        load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
         if not load.num_running and not load.num_waiting:
             pause_s = until_tick(pause_s * _IDLE_INTERVALS)
         if self._worker.draining:
@@ -183,7 +183,7 @@ class WorkerStream:
             session.send(DrainNotice(self._worker.drain(role)))
             return
         try:
-            self._worker.role.execute(session, command_from_wire(request))
+            self._role.execute(session, command_from_wire(request))
         except InvalidRequest as error:
             if name in (None, "hello"):
                 raise
@@ -196,5 +196,5 @@ class WorkerStream:
         if not about.request_id:
             raise error
         key = about.request_id, about.attempt
-        self._worker.role.abort(session, *key)  # a gateway sends no abort for a request that failed
+        self._role.abort(session, *key)  # a gateway sends no abort for a request that failed
         session.send(Failed(*key, error.code, str(error)))

@@ -141,7 +141,7 @@ class Deployment:
         ledger, dispatcher = self.store.ledger("pool"), self.assembly.dispatcher
         await self.until(lambda: not (dispatcher.num_waiting or dispatcher.num_running))
         await self.until(lambda: not (ledger.holders or ledger.waiters))
-        await self.until(lambda: not any(worker.role.num_busy for worker in self.workers))
+        await self.until(lambda: not any(worker.num_busy for worker in self.workers))
         assert (await self.store.audit("pool")).violations == ()
         (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
@@ -160,7 +160,7 @@ class Deployment:
             worker = PoolWorker[Any](parts, kind)
             await self.stack.enter_async_context(running(worker))
             self.workers.append(worker)
-            address = await self._serve(f"{role}-1", kind.streams[0].add, WorkerStream(worker))
+            address = await self._serve(f"{role}-1", kind.stream.add, WorkerStream(worker))
             await self._announce(f"{role}-1", role, address)
 
     async def _serve(

@@ -48,7 +48,7 @@ from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
-from services.worker.roles import role_of
+from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
 from tests.drafting import AsMany, SometimesWrong, oracle
@@ -218,7 +218,7 @@ class ExactnessDeployment:
         forward: Watched,
         request_metrics: CollectorRegistry,
     ) -> DeployedWorker:
-        worker = PoolWorker[Any](parts, role_of(role, mix=self.setting.mix))
+        worker = PoolWorker[Any](parts, ROLES[role], mixes=self.setting.mix and role == "decode")
         running = asyncio.create_task(worker.run())
         found = DeployedWorker(worker, forward, parts, request_metrics, running)
         self._workers[worker.worker_id] = found
@@ -288,8 +288,9 @@ class ExactnessDeployment:
         return answer[number] if number < len(answer) else None
 
     def _connect(self, member: Member) -> Stream:
-        kind = stream_type(member.role)
-        service = WorkerStream(self._workers[member.member_id].worker, stream=kind)
+        worker = self._workers[member.member_id].worker
+        (role,) = (each for each in worker.roles if each.stream is stream_type(member.role))
+        service = WorkerStream(worker, role=role)
         stream = Stream(member, service.Connect, self.dispatcher)
         self._streams[member.member_id, member.role] = stream
         return stream

@@ -2,19 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from blockstore.registry import Role
 from services.worker.requests.events import HANDED_OVER
-from services.worker.roles.mixed import Mixed
 
 from .exactness_deployment import ExactnessDeployment
 from .exactness_parts import DeployedWorker
-
-
-def decode_of(role: Any) -> Any:
-    """The role itself, or the decode role of a worker that mixes."""
-    return role.decode if isinstance(role, Mixed) else role
 
 
 class DisturbedDeployment(ExactnessDeployment):
@@ -29,14 +22,13 @@ class DisturbedDeployment(ExactnessDeployment):
 
     async def preempt(self, paused: DeployedWorker) -> None:
         """Preempt all requests of a paused worker."""
-        role = paused.worker.role
-        role.preempt([job.ticket.holder_id for job in decode_of(role).jobs])
+        paused.worker.preempt([job.ticket.holder_id for job in paused.worker.role.jobs])
         self.go_on()
 
     async def drain(self, paused: DeployedWorker, next_role: Role | None = None) -> None:
         """Move all requests of a paused worker to another one, with their blocks."""
         paused.worker.drain(next_role)
-        jobs = decode_of(paused.worker.role).jobs
+        jobs = paused.worker.role.jobs
         await self.until(lambda: all(job.ending is HANDED_OVER for job in jobs))
         self.go_on()
 
@@ -65,7 +57,7 @@ class DisturbedDeployment(ExactnessDeployment):
         if pool_id == "pool":
             await self.drain(paused)
         else:
-            paused.worker.role.requeue_all()
+            paused.worker.requeue_all()
         self.go_on()
 
     async def upgrade_to_other_weights(self, paused: DeployedWorker) -> None:

@@ -29,7 +29,7 @@ class CrashingWorker:
     """A worker that is killed as soon as it begins to compute."""
 
     worker_id, pool_id = "worker", "pool"
-    streams = (PREFILL,)
+    stream = PREFILL
     draining = False
 
     def __init__(self) -> None:

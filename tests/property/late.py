@@ -149,7 +149,7 @@ class LateEngine:
         commands = tuple(self._inbox)
         self._inbox.clear()
         try:
-            self._send_outcome(StepOutcome(removed=self._engine.apply(commands)))
+            self._send_outcome(StepOutcome(self._engine.apply(commands)))
             outcome = self._engine.step()
         except BaseException as error:
             self._on_failure(error)

@@ -191,15 +191,13 @@ class PoolOfGroups(RuleBasedStateMachine):
     def _step(self, name: str) -> list[Ticket]:
         """The tickets of groups that left. A group whose last sequence was aborted is released."""
         outcome = self.hosts[name].step()
-        for advance in outcome.advances:
-            self._advance(advance)
         left = []
-        for removed in outcome.removed:
-            ticket = self.live.pop(removed.key).ticket
-            if removed.state.sequences:
-                left.append(ticket.with_group(removed.state))
+        for advance in outcome.advances:
+            if advance.remaining is not None and advance.remaining.sequences:
+                ticket = self.live.pop(advance.key).ticket
+                left.append(ticket.with_group(advance.remaining))
             else:
-                self.ledger.release(removed.key, ticket.holder_epoch)
+                self._advance(advance)
         return left
 
     def _remove(self, live: Live) -> Ticket | None:

@@ -12,10 +12,11 @@ from services.engine.messages import (
     Admit,
     Command,
     Remove,
-    Removed,
+    RetiredStep,
     Start,
     StepOutcome,
 )
+from services.engine.sequences.results import Advance
 from services.engine.thread import EngineThread
 from services.protocol.ticket import GroupState
 from tests.waiting import until
@@ -32,9 +33,10 @@ class FakeEngine:
         self.at_steps: list[int] = []
         self.is_settled = False
 
-    def apply(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
+    def apply(self, commands: Sequence[Command]) -> tuple[Advance, ...]:
         self.received.append(list(commands))
-        return tuple(Removed(c.key, GroupState(())) for c in commands if isinstance(c, Remove))
+        removed = (command for command in commands if isinstance(command, Remove))
+        return tuple(Advance(command.key, remaining=GroupState(())) for command in removed)
 
     @property
     def num_received(self) -> int:
@@ -64,7 +66,7 @@ class BusyEngine(FakeEngine):
 
     def step(self) -> StepOutcome:
         super().step()
-        return StepOutcome(num_tokens=1, is_busy=True)
+        return StepOutcome(retired=(RetiredStep(1, 0.1, has_prompts=False),), is_busy=True)
 
     def yield_device(self, wait: Wait) -> None:
         self.num_pauses += 1
@@ -135,7 +137,7 @@ async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
         thread.send(Remove("c"))
         await has_received(engine, 3)
     assert engine.at_steps == [3]
-    assert [one.key for outcome in engine.outcomes for one in outcome.removed] == ["a", "b", "c"]
+    assert [one.key for outcome in engine.outcomes for one in outcome.advances] == ["a", "b", "c"]
 
 
 async def test_a_waiting_thread_can_be_stopped() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockstore.records import PrefixHash
+from services.engine.batch import Fault
 from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated
 from services.protocol.ticket import GroupState
@@ -25,8 +26,13 @@ class Advance:
     wanted_blocks: int = 0
     """How many blocks the holder should have acquired in total by now; 0 if it has enough."""
     remaining: GroupState | None = None
-    """None while the group runs on. Otherwise the engine has dropped the group, and its sequences
-    of this state, if any, continue at another worker."""
+    """None while the group runs on. Otherwise the engine has dropped the group: no step touches its
+    blocks any more, and its sequences of this state, if any, continue elsewhere."""
+    fault: Fault | None = None
+    """Why the engine has dropped the group: one of its rows failed. The rest of the step counts."""
+    broken: tuple[tuple[int, PrefixHash], ...] = ()
+    """(Block id, prefix hash) of all full blocks of a failed group, adopted ones too. Their KV may
+    be the cause, so they must leave the prefix index."""
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     """The logprobs of the prompt's next tokens, chunk by chunk, if the request asks for them."""
     embedding: tuple[float, ...] = ()

@@ -116,4 +116,4 @@ class Registration:
         if self._worker is None:
             return self._member
         state: State = "draining" if self.draining else "serving"
-        return replace(self._member, state=state, load=self._worker.role.load())
+        return replace(self._member, state=state, load=self._worker.load())

@@ -15,7 +15,6 @@ from blockstore.errors import NotHeld, StaleHolder
 from blockstore.records import Claim
 from blockstore.registry import Load
 from services.engine import messages
-from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.results import Advance
 from services.protocol.messages import (
@@ -50,7 +49,7 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import Key, State
 from services.worker.roles.block_extender import BlockExtender
 from services.worker.roles.decode_job import DecodeJob
-from services.worker.roles.role import SingleRole
+from services.worker.roles.role import Role
 from services.worker.roles.tables import blocks_in_no_table, check_detached
 
 _CONTINUED_ELSEWHERE = "another gateway continues this request"
@@ -58,7 +57,7 @@ _CONTINUED_ELSEWHERE = "another gateway continues this request"
 log = get_logger(__name__)
 
 
-class Decode(SingleRole[DecodeJob]):
+class Decode(Role[DecodeJob]):
     """Takes a request from reservation to end.
 
         reserve -> admit (claim) -> one token of each sequence a step -> finish
@@ -66,7 +65,7 @@ class Decode(SingleRole[DecodeJob]):
     A request may end early at any point, or be handed over: then a worker claims its ticket.
     """
 
-    streams = (DECODE,)
+    stream = DECODE
 
     def __init__(self, worker: PoolEngine) -> None:
         super().__init__(worker)
@@ -74,6 +73,8 @@ class Decode(SingleRole[DecodeJob]):
         self._reserved: dict[Key, tuple[Session, int]] = {}
         """The gateway and the number of the decode slots that are kept for each attempt."""
         self._swapping: asyncio.Queue[DecodeJob] = asyncio.Queue()
+        self._outputs: dict[Session, list[Generated]] = {}
+        """What each gateway gets of the step that is being applied."""
 
     # Commands of gateways.
 
@@ -190,7 +191,6 @@ class Decode(SingleRole[DecodeJob]):
         return Load(
             num_running=len(self.running),
             num_free_slots=self._num_free_slots,
-            **self.worker.step_meter.figures(),
         )
 
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
@@ -256,18 +256,20 @@ class Decode(SingleRole[DecodeJob]):
         worker.engine.send(messages.Admit(group, is_started=False))
         self.begin(job)
 
-    def _on_advances(self, outcome: StepOutcome) -> None:
-        outputs: dict[Session, list[Generated]] = {}
-        for advance in outcome.advances:
-            job = self.running[advance.key]
-            if tokens := self._on_advance(job, advance):
-                outputs.setdefault(job.session, []).extend(tokens)
-        for session, generated in outputs.items():
+    def on_advances(self, advances: Sequence[Advance]) -> None:
+        super().on_advances(advances)
+        for session, generated in self._outputs.items():
             session.send(Step(tuple(generated)))
+        self._outputs.clear()
 
-    def _on_advance(self, job: DecodeJob, advance: Advance) -> Sequence[Generated]:
-        """Return what the gateway gets of this step; nothing if it has aborted the request."""
+    def _on_advance(self, job: DecodeJob, advance: Advance) -> None:
+        """Apply a step, whose outputs the gateway gets unless it has aborted the request."""
         worker = self.worker
+        if advance.remaining is not None and advance.remaining.sequences:
+            assert job.ending is not None
+            job.ticket = job.ticket.with_group(advance.remaining)
+            self._leave(job, job.ending)
+            return
         ticket = job.ticket  # now: a detach may change the epoch before the commit
         job.trace.note_step(sum(len(one.token_ids) for one in advance.outputs))
         if advance.completed:
@@ -280,15 +282,15 @@ class Decode(SingleRole[DecodeJob]):
                 job.trace.end("finished")
             self.release(job, ABORTED)
         if job.ending == ABORTED:
-            return []
-        outputs = job.take_outputs(advance)
+            return
+        if outputs := job.take_outputs(advance):
+            self._outputs.setdefault(job.session, []).extend(outputs)
         worker.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in outputs))
         for one in advance.outputs:
             if one.num_drafts:
                 worker.metrics.num_drafts.inc()
                 worker.metrics.num_draft_tokens.inc(one.num_drafts)
                 worker.metrics.num_accepted_tokens.inc(one.num_accepted)
-        return outputs
 
     def _drop(self, job: DecodeJob, index: int) -> None:
         """End one of several sequences; its gateway no longer wants it."""
@@ -299,13 +301,6 @@ class Decode(SingleRole[DecodeJob]):
             job.ticket = job.living_ticket
 
     # Early ends.
-
-    def _on_removed(self, job: DecodeJob, removed: Removed) -> None:
-        job.ticket = job.ticket.with_group(removed.state)
-        # Without sequences: the last one ended in a step that was in flight.
-        ending = job.ending if removed.state.sequences else ABORTED
-        assert ending is not None
-        self._leave(job, ending)
 
     def _leave(self, job: DecodeJob, ending: Ending) -> None:
         """Release the blocks of a request that is no longer in the engine, or keep them for the

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from blockstore.records import PrefixHash
 from blockstore.registry import Load
 from services.engine import messages
-from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.results import Advance
 from services.protocol.block_keys import BlockKeys, num_blocks_for
@@ -29,7 +28,7 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import State
 from services.worker.roles.admission import Admission
 from services.worker.roles.prefill_job import PrefillJob
-from services.worker.roles.role import SingleRole
+from services.worker.roles.role import Role
 from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
@@ -39,7 +38,7 @@ counts for at most 1 / `_LONG_SHARE` of a step. So the next steps are full, shor
 long ones, and requests that are far from their turn hold no blocks."""
 
 
-class Prefill(SingleRole[PrefillJob]):
+class Prefill(Role[PrefillJob]):
     """Takes a request from its ticket without blocks to its ticket with blocks.
 
         submit -> wait for blocks -> compute in chunks -> detach the ticket
@@ -47,7 +46,7 @@ class Prefill(SingleRole[PrefillJob]):
     A request may end early at any point.
     """
 
-    streams = (PREFILL,)
+    stream = PREFILL
     one_token: ClassVar[bool] = True
     """Whether a sequence stops after its first drawn token: another role continues it."""
 
@@ -128,7 +127,6 @@ class Prefill(SingleRole[PrefillJob]):
             num_waiting=len(self._admission),
             num_pending_tokens=self._admission.num_tokens
             + sum(job.num_uncomputed for job in self.running.values()),
-            **self.worker.step_meter.figures(),
         )
 
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
@@ -220,9 +218,8 @@ class Prefill(SingleRole[PrefillJob]):
         worker.engine.send(messages.Admit(group, is_started=False))
         self.begin(job)
 
-    def _on_advances(self, outcome: StepOutcome) -> None:
-        for advance in outcome.advances:
-            self._on_advance(self.running[advance.key], advance)
+    def on_advances(self, advances: Sequence[Advance]) -> None:
+        super().on_advances(advances)
         self._admission.wake()
 
     def _on_advance(self, job: PrefillJob, advance: Advance) -> None:
@@ -288,10 +285,6 @@ class Prefill(SingleRole[PrefillJob]):
         if job.state in (State.LOADING, State.WAITING):
             self.forget(job)
             report(job.session, job.ticket, ending)
-
-    def _on_removed(self, job: PrefillJob, removed: Removed) -> None:
-        assert job.ending is not None
-        self.release(job, job.ending)
 
     def forget(self, job: PrefillJob) -> None:
         super().forget(job)

@@ -1,5 +1,4 @@
-"""The interface of a role, and the common part of prefill and decode: the life of a job from its
-adapter to its end."""
+"""The common part of prefill and decode: the life of a job from its adapter to its end."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -9,7 +8,8 @@ from typing import Any, ClassVar, Generic
 from blockstore.errors import StaleHolder
 from blockstore.registry import Load
 from services.engine import messages
-from services.engine.messages import Removed, Start, StepOutcome
+from services.engine.messages import Start
+from services.engine.sequences.results import Advance
 from services.protocol.messages import Abort, Began, Command, WorkerEvent
 from services.protocol.worker_stream import StreamType
 from services.runtime.errors import InvalidRequest
@@ -28,20 +28,25 @@ from services.worker.requests.events import (
 from services.worker.requests.jobs import J, Jobs, State
 
 
-class Role(ABC):
-    """The requests at a worker, and what the worker does with them."""
+class Role(ABC, Generic[J]):
+    """The requests at a worker in one role, and what the worker does with them."""
 
-    streams: ClassVar[tuple[StreamType, ...]]
-    """The streams over which gateways send commands; a gateway has a session for each."""
+    stream: ClassVar[StreamType]
+    """The stream over which gateways send commands."""
 
     def __init__(self, worker: PoolEngine) -> None:
         self.worker = worker
+        self.jobs: Jobs[J] = Jobs(self.end, worker.job_added)
+        self.running: dict[str, J] = {}
+        """The jobs whose blocks the engine uses or is about to use, by holder id."""
 
     # Commands of gateways.
 
-    @abstractmethod
     def execute(self, session: Session, command: Command) -> None:
         """Execute a gateway's command. Raises InvalidRequest if it is for another role."""
+        if not isinstance(command, Abort):
+            raise InvalidRequest(f"{self.worker.worker_id} takes no {type(command).__name__}")
+        self.abort(session, command.request_id, command.attempt, command.index)
 
     @abstractmethod
     def abort(
@@ -56,18 +61,13 @@ class Role(ABC):
     # What the worker asks.
 
     @property
-    @abstractmethod
-    def num_jobs(self) -> int:
-        """The number of requests at this worker."""
-
-    @property
-    @abstractmethod
     def num_busy(self) -> int:
         """How many requests still need work at this worker; detached tickets do not."""
+        return sum(job.state is not State.DETACHED for job in self.jobs)
 
     @abstractmethod
     def load(self) -> Load:
-        """The load that this worker reports to the registry and its gateways."""
+        """The requests of this role, without the worker's steps."""
 
     @abstractmethod
     def on_drain(self) -> None:
@@ -77,68 +77,32 @@ class Role(ABC):
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Loops to run beside the worker's own."""
 
-    @abstractmethod
     def requeue_all(self) -> None:
         """Requeue all requests at their gateways, to be computed again elsewhere."""
-
-    @abstractmethod
-    def preempt(self, holder_ids: Sequence[str]) -> None:
-        """Preempt these holders. The store repeats a demand until its holder is released."""
-
-    @abstractmethod
-    def on_outcome(self, outcome: StepOutcome) -> None:
-        """Apply the outcome of a step."""
-
-
-class SingleRole(Role, Generic[J]):
-    """Prefill or decode."""
-
-    def __init__(self, worker: PoolEngine) -> None:
-        super().__init__(worker)
-        self.jobs: Jobs[J] = Jobs(self.end, worker.job_added)
-        self.running: dict[str, J] = {}
-        """The jobs whose blocks the engine uses or is about to use, by holder id."""
-
-    def execute(self, session: Session, command: Command) -> None:
-        if not isinstance(command, Abort):
-            raise InvalidRequest(f"{self.worker.worker_id} takes no {type(command).__name__}")
-        self.abort(session, command.request_id, command.attempt, command.index)
-
-    @property
-    def num_jobs(self) -> int:
-        return len(self.jobs)
-
-    @property
-    def num_busy(self) -> int:
-        return sum(job.state is not State.DETACHED for job in self.jobs)
-
-    def requeue_all(self) -> None:
         for job in self.jobs:
             self.end(job, DRAINED)
 
     def preempt(self, holder_ids: Sequence[str]) -> None:
+        """Preempt these holders. The store repeats a demand until its holder is released."""
         for holder_id in holder_ids:
             job = self.running.get(holder_id) or self.jobs.detached(holder_id)
             if job and not job.ending:
                 self.worker.metrics.num_preemptions.inc()
                 self.end(job, PREEMPTED)
 
-    def on_outcome(self, outcome: StepOutcome) -> None:
-        self._on_advances(outcome)
-        for failed in outcome.failed:
-            self.worker.retract(failed)
-            job = self.running[failed.key]
-            self.release(job, job.ending or poisoned(failed.fault))
-        for removed in outcome.removed:
-            self._on_removed(self.running[removed.key], removed)
+    def on_advances(self, advances: Sequence[Advance]) -> None:
+        """Apply what a step did with the groups of this role."""
+        for advance in advances:
+            job = self.running[advance.key]
+            if advance.fault is None:
+                self._on_advance(job, advance)
+            else:
+                self.worker.retract(advance, advance.fault)
+                self.release(job, job.ending or poisoned(advance.fault))
 
     @abstractmethod
-    def _on_advances(self, outcome: StepOutcome) -> None:
-        """Apply the progress of groups."""
-
-    @abstractmethod
-    def _on_removed(self, job: J, removed: Removed) -> None:
-        """Continue the early end of a job that the engine has removed."""
+    def _on_advance(self, job: J, advance: Advance) -> None:
+        """Apply the progress of a group, or its end."""
 
     # The life of a job.
 

@@ -11,7 +11,7 @@ from blockstore.errors import WorkerFenced
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
 from services.engine.batch import Fault
-from services.engine.messages import FailedGroup
+from services.engine.sequences.results import Advance
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import BlockKeys
 from services.protocol.ticket import Ticket, TicketSequence
@@ -116,7 +116,7 @@ async def test_flipped_byte_is_computed_instead(
 async def test_blocks_of_a_broken_sequence_leave_the_files(pair: WorkerPair, cache: Path) -> None:
     """Their KV may be the cause, and would break the next request too."""
     await asked_twice(pair, cache)
-    pair.decode.retract(FailedGroup("h", Fault.NOT_FINITE, tuple(enumerate(HASHES[:3]))))
+    pair.decode.retract(Advance("h", broken=tuple(enumerate(HASHES[:3]))), Fault.NOT_FINITE)
     await pair.until(lambda: len(kept(cache)) == 2)
     assert (await ask(pair, 3)).num_cached_tokens == 0
 

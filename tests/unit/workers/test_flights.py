@@ -140,11 +140,11 @@ def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> Non
     host.step(host.admit(asked()))
     for _ in range(3):
         outcome = host.step()
-        assert not outcome.failed
+        assert not any(advance.fault for advance in outcome.advances)
     assert host.device.block_ids  # the step behind the broken one
-    (failed,) = host.step().failed
+    (failed,) = host.step().advances
     assert failed.fault is Fault.NOT_FINITE
-    assert {block_id for block_id, _ in failed.blocks} == {0, 1}
+    assert {block_id for block_id, _ in failed.broken} == {0, 1}
     assert not host.device.block_ids
     assert host.step().advances == ()
 
@@ -155,7 +155,7 @@ def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     host.step(host.admit(asked(stop_token_ids=right(0, 2)[-1:])))
     outcomes = [host.step() for _ in range(4)]
     assert sum(map(drawn, outcomes), ()) == right(0, 2)
-    assert not any(outcome.failed for outcome in outcomes)
+    assert not any(one.fault for outcome in outcomes for one in outcome.advances)
     assert outcomes[-2].advances[0].remaining == GroupState(())
 
 

@@ -57,8 +57,9 @@ class EnginePair:
         return self.decode.step([Admit(group)])
 
     def removed(self) -> tuple[TicketSequence, ...]:
-        (removed,) = self.decode.step([Remove(KEY)]).removed
-        return removed.state.sequences
+        (removed,) = self.decode.step([Remove(KEY)]).advances
+        assert removed.remaining is not None
+        return removed.remaining.sequences
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from services.engine.batch import Row
 from services.protocol.messages import (
     Abort,
     Admit,
+    Command,
     Prefilled,
     Requeued,
     RequeueReason,
@@ -26,7 +27,7 @@ from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
-from services.worker.roles.mixed import Mixed
+from services.worker.roles.decode import Decode
 from tests.late_device import CompleteFlight, Device
 from tests.waiting import until
 
@@ -54,23 +55,25 @@ class Recorded(FakeForward):
 class MixedWorker:
     """A worker with the sessions of one gateway: one for each of its streams."""
 
-    def __init__(self, store: MemoryStore, worker: PoolWorker[Mixed], model: Recorded) -> None:
+    def __init__(self, store: MemoryStore, worker: PoolWorker[Decode], model: Recorded) -> None:
         self.store, self.worker, self.model = store, worker, model
         self.prefill, self.decode = FakeSession(), FakeSession()
 
-    @property
-    def role(self) -> Mixed:
-        return self.worker.role
+    def execute(self, session: FakeSession, command: Command) -> None:
+        """Send a command on the stream of this session."""
+        prefill, decode = self.worker.roles
+        role = decode if session is self.decode else prefill
+        role.execute(session, command)
 
     async def prefilled(self, asked: Ticket) -> Ticket:
-        self.role.execute(self.prefill, Submit(asked))
+        self.execute(self.prefill, Submit(asked))
         await until(lambda: asked.request_id in prefilled(self.prefill))
         return cast(Ticket, prefilled(self.prefill)[asked.request_id].ticket)
 
     async def start(self, asked: Ticket) -> Ticket:
         issued = await self.prefilled(asked)
-        self.role.execute(self.decode, Reserve(*issued.key, 1))
-        self.role.execute(self.decode, Admit(issued))
+        self.execute(self.decode, Reserve(*issued.key, 1))
+        self.execute(self.decode, Admit(issued))
         return issued
 
     async def until_empty(self) -> None:
@@ -87,7 +90,7 @@ async def mixed(tmp_path: Path, device: Device) -> AsyncIterator[MixedWorker]:
     model = Recorded(pools.arena)
     metrics = WorkerMetrics(CollectorRegistry())
     parts = await pools.join("decode-1-0000000a", device(model), limits, metrics)
-    worker = PoolWorker(parts, Mixed)
+    worker = PoolWorker(parts, Decode, mixes=True)
     async with running(worker):
         yield MixedWorker(store, worker, model)
         model.gate.set()
@@ -109,7 +112,7 @@ async def test_a_step_decodes_beside_chunks_of_a_prompt(mixed: MixedWorker) -> N
     mixed.model.pause_after = 10
     issued = await mixed.start(ticket("r1", PROMPT, max_tokens=30))
     await until(lambda: not mixed.model.gate.is_set())
-    mixed.role.execute(mixed.prefill, Submit(ticket("r2", range(200, 240), max_tokens=1)))
+    mixed.execute(mixed.prefill, Submit(ticket("r2", range(200, 240), max_tokens=1)))
     await until(lambda: "r2" in mixed.prefill.began)
     mixed.model.gate.set()
     await until(lambda: finished(mixed.decode, "r1"))
@@ -126,34 +129,34 @@ async def test_an_abort_ends_the_request_of_its_session(mixed: MixedWorker) -> N
     """The streams of a gateway have requests of their own."""
     issued = await mixed.start(ticket("r1", PROMPT, max_tokens=500))
     await until(lambda: bool(outputs(mixed.decode, "r1")))
-    mixed.role.execute(FakeSession(), Abort(*issued.key))
-    assert mixed.role.decode.running["h-r1"].ending is None
-    mixed.role.execute(mixed.prefill, Abort(*issued.key))  # of the ticket that was claimed
-    assert mixed.role.decode.running["h-r1"].ending is None
-    mixed.role.execute(mixed.decode, Abort(*issued.key))
+    mixed.worker.role.execute(FakeSession(), Abort(*issued.key))
+    assert mixed.worker.role.running["h-r1"].ending is None
+    mixed.execute(mixed.prefill, Abort(*issued.key))  # of the ticket that was claimed
+    assert mixed.worker.role.running["h-r1"].ending is None
+    mixed.execute(mixed.decode, Abort(*issued.key))
     await mixed.until_empty()
-    assert mixed.role.num_jobs == 0
+    assert mixed.worker.num_busy == 0
 
 
 async def test_the_load_is_the_load_of_both_roles(mixed: MixedWorker) -> None:
     await mixed.start(ticket("r1", PROMPT, max_tokens=500))
     await until(lambda: bool(outputs(mixed.decode, "r1")))
     mixed.model.gate.clear()
-    mixed.role.execute(mixed.decode, Reserve("r2", 1, 3))
-    mixed.role.execute(mixed.prefill, Submit(ticket("r2", range(200, 240))))
+    mixed.execute(mixed.decode, Reserve("r2", 1, 3))
+    mixed.execute(mixed.prefill, Submit(ticket("r2", range(200, 240))))
     await until(lambda: "r2" in mixed.prefill.began)
-    load = mixed.role.load()
+    load = mixed.worker.load()
     assert (load.num_running, load.num_free_slots, load.num_pending_tokens) == (2, 8 - 1 - 3, 40)
-    assert mixed.role.num_busy == 3  # with the reservation
+    assert mixed.worker.num_busy == 3  # with the reservation
 
 
 async def test_each_role_preempts_its_holders(mixed: MixedWorker) -> None:
     await mixed.start(ticket("r1", PROMPT, max_tokens=500))
     await until(lambda: bool(outputs(mixed.decode, "r1")))
     mixed.model.gate.clear()
-    mixed.role.execute(mixed.prefill, Submit(ticket("r2", range(200, 240))))
+    mixed.execute(mixed.prefill, Submit(ticket("r2", range(200, 240))))
     await until(lambda: "r2" in mixed.prefill.began)
-    mixed.role.preempt(["h-r1", "h-r2"])
+    mixed.worker.preempt(["h-r1", "h-r2"])
     mixed.model.gate.set()
     for session, request_id in ((mixed.decode, "r1"), (mixed.prefill, "r2")):
         await until(partial(session.of, Requeued))
@@ -166,7 +169,7 @@ async def test_each_role_preempts_its_holders(mixed: MixedWorker) -> None:
 async def test_a_closed_stream_ends_the_requests_of_its_role(mixed: MixedWorker) -> None:
     await mixed.start(ticket("r1", PROMPT, max_tokens=30))
     await until(lambda: bool(outputs(mixed.decode, "r1")))
-    mixed.role.close(mixed.prefill)
+    mixed.worker.roles[0].close(mixed.prefill)
     await until(lambda: finished(mixed.decode, "r1"))
     await mixed.until_empty()
 
@@ -182,10 +185,10 @@ async def test_a_drain_ends_with_the_requests_of_both_roles(mixed: MixedWorker) 
     await mixed.start(ticket("r1", PROMPT, max_tokens=200))
     await until(lambda: bool(outputs(mixed.decode, "r1")))
     mixed.model.gate.clear()
-    mixed.role.execute(mixed.prefill, Submit(ticket("r2", range(200, 240), max_tokens=1)))
+    mixed.execute(mixed.prefill, Submit(ticket("r2", range(200, 240), max_tokens=1)))
     await until(lambda: "r2" in mixed.prefill.began)
     assert mixed.worker.drain() == 2
-    mixed.role.execute(mixed.prefill, Submit(ticket("r3", PROMPT)))
+    mixed.execute(mixed.prefill, Submit(ticket("r3", PROMPT)))
     assert [event.reason for event in mixed.prefill.of(Requeued)] == [RequeueReason.DRAINING]
     mixed.model.gate.set()
     await mixed.worker.drained()

@@ -200,7 +200,7 @@ def test_a_fault_after_a_right_draft_fails_the_group(tmp_path: Path, device: Dev
     host.model.poison = RIGHT[4]
     outcomes = host.run(asked())
     assert drawn(outcomes) == RIGHT[:5]
-    (failed,) = (failed for outcome in outcomes for failed in outcome.failed)
+    (failed,) = (one for outcome in outcomes for one in outcome.advances if one.fault)
     assert failed.fault is Fault.NOT_FINITE
 
 
@@ -224,7 +224,7 @@ def test_drafts_stay_in_the_budget_and_in_the_slots(tmp_path: Path, device: Devi
     """5 tokens a step. A draft without a slot would raise an error."""
     host = Host(tmp_path, device, 64, 0, budget=5)
     outcomes = host.run(asked())
-    steps = [outcome.num_tokens for outcome in outcomes if outcome.num_tokens]
+    steps = [step.num_tokens for outcome in outcomes for step in outcome.retired]
     assert steps[:3] == [5, 5, 5]
     assert max(steps) == 5
     assert drawn(outcomes) == RIGHT
