@@ -71,8 +71,6 @@ class PartOptions(UserOptions):
     1.25 s."""
     rebalance_s: float = 1.0
     """How often decode workers' loads are compared, as often as workers report; 0: never."""
-    read_window_s: float = 10.0
-    """How long a request pauses for a client that does not read. Its blocks stay held meanwhile."""
 
 
 class GatewaySettings(ServiceSettings, UserOptions):

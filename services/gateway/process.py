@@ -33,7 +33,7 @@ from services.gateway.http.app import create_app
 from services.gateway.http.connections import ConnectionLimits, Departure
 from services.gateway.http.server import http_server
 from services.gateway.http.usage import usage_route
-from services.gateway.output.output import PAUSE_AFTER_S
+from services.gateway.output.output import MAX_STALL_S
 from services.gateway.request.metrics import RequestMeters
 from services.gateway.scheduling.planner import Planner
 from services.gateway.wiring import Wiring, start_gateway, update_health
@@ -328,7 +328,7 @@ class _Listeners:
             _max_connections(),
             # A slow client may start to read again until the gateway cancels its request, so a
             # write may wait a little longer than that.
-            write_timeout_s=PAUSE_AFTER_S + settings.options.read_window_s + _LAST_WRITES_S,
+            write_timeout_s=MAX_STALL_S + _LAST_WRITES_S,
         )
         fd = settings.http_fd
         serving = http_server(

@@ -1,1 +1,1 @@
-"""Turns tokens into the text and logprobs that a client reads; backpressure, and rests."""
+"""Turns tokens into the text and logprobs that a client reads, and bounds what it leaves unread."""

@@ -21,15 +21,11 @@ from services.protocol.logprobs import LogprobColumns
 from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
 
-PAUSE_UNREAD_TOKENS = 1024
-"""Unread tokens of one sequence above which backpressure begins for the request."""
-
-PAUSE_AFTER_S = 5.0
-"""Backpressure also begins if the client holds a delta this long and does not ask for the next."""
-
 MAX_UNREAD_TOKENS = 8192
-"""Unread tokens above which a request is cancelled: its worker did not hand it over for
-backpressure."""
+"""Unread tokens of one sequence above which a request is cancelled."""
+
+MAX_STALL_S = 15.0
+"""How long a client may take a delta, while tokens come, before its request is cancelled."""
 
 
 class Meter(Protocol):
@@ -142,7 +138,6 @@ class Output:
         self._request_id = request_id
         self._read_order = deque(sequences)
         """The sequences in the order in which the client gets their next deltas."""
-        self._num_unread = 0
         self._unsent_prompt = prompt
         self._prompt_logprobs: LogprobColumns | None = None
         self._rests = rests
@@ -155,28 +150,19 @@ class Output:
         """When the reader got a delta; None once it has asked for the next one."""
         self.metrics: Callable[[], RequestMetrics] | None = None
         """Makes the request's figures for the last delta; None if the client does not get them."""
-        self.on_read: Callable[[], None] = lambda: None
-        """Called when the reader has read everything."""
 
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
 
     @property
-    def congested(self) -> bool:
-        """Whether backpressure should begin."""
+    def is_neglected(self) -> bool:
+        """Whether the client reads too slowly: the largest backlog of a sequence that has not
+        ended, or the time of the delta that the client has, is beyond its limit."""
         given_at = self._given_at
-        is_stalled = given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
-        return is_stalled or self._backlog > PAUSE_UNREAD_TOKENS
-
-    @property
-    def overflowing(self) -> bool:
-        return self._backlog > MAX_UNREAD_TOKENS
-
-    @property
-    def _backlog(self) -> int:
-        """The largest backlog of a sequence that has not ended, in unread tokens."""
-        return max((sequence.backlog for sequence in self.living), default=0)
+        is_stalled = given_at is not None and self._clock() - given_at > MAX_STALL_S
+        backlog = max((sequence.backlog for sequence in self.living), default=0)
+        return is_stalled or backlog > MAX_UNREAD_TOKENS
 
     @property
     def has_begun(self) -> bool:
@@ -215,7 +201,6 @@ class Output:
         sequence = self.sequences[new.index]
         sequence.score = new.score
         num_taken = sequence.write(new.token_ids, new.finish_reason, new.logprobs)
-        self._num_unread += num_taken
         self.stats.num_accepted_drafts += new.num_accepted
         self.stats.num_rejected_drafts += new.num_drafts - new.num_accepted
         self._count(sequence, num_taken)
@@ -270,7 +255,6 @@ class Output:
         return None
 
     def _take(self, sequence: OutputSequence) -> Delta:
-        self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
             other.has_unread for other in self._read_order if other is not sequence
         )
@@ -279,10 +263,7 @@ class Output:
         prompt = self._unsent_prompt
         report = None if prompt is None else prompt.report(self._prompt_logprobs)
         self._unsent_prompt = self._prompt_logprobs = None
-        delta = sequence.take(self._request_id, usage, report)
-        if not self._num_unread:
-            self.on_read()
-        return delta
+        return sequence.take(self._request_id, usage, report)
 
     def _count(self, sequence: OutputSequence, num_tokens: int) -> None:
         if not num_tokens:

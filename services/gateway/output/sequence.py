@@ -67,11 +67,6 @@ class OutputSequence:
         return self.finish_reason is not None
 
     @property
-    def num_unread(self) -> int:
-        """Tokens that the client has not read yet."""
-        return len(self._unread_ids)
-
-    @property
     def backlog(self) -> int:
         """Unread tokens, plus unread logprobs counted as tokens."""
         num_logprobs = sum(logprobs.num_entries for logprobs, _ in self._unread_logprobs)

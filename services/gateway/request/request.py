@@ -12,7 +12,6 @@
 | `tickets.py` | builds tickets, and keeps what workers answer |
 | `search.py` | the progress of a beam search |
 | `crash_attribution.py` | whether a crash may be the request's fault |
-| `reading.py` | watches the client: its deadline, and whether it reads |
 
 Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
 these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
@@ -36,7 +35,6 @@ from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.events import Holders, Phase, SetBack
 from services.gateway.request.pulling import Pull, Pulling
-from services.gateway.request.reading import Reading
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Timeline
@@ -45,7 +43,7 @@ from services.gateway.workers.lease import Lease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Generated, Pooling
 from services.protocol.ticket import Adapter, SamplingParams, Swapped, TicketState
-from services.runtime.errors import Unavailable
+from services.runtime.errors import DeadlineExceeded, Overloaded, Unavailable
 from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -101,7 +99,7 @@ class Request:
     output: Output = field(init=False)
     """The deltas for the client of the present call, and the tokens that it has received."""
 
-    def begin(self, host: RequestHost, order: int, read_window_s: float = 10.0) -> None:
+    def begin(self, host: RequestHost, order: int) -> None:
         """Enter the order of service at `order` (`queue_order`)."""
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         self._host = host
@@ -117,8 +115,17 @@ class Request:
         self.crash_attribution = CrashAttribution()
         self.timeline = Timeline(self.trace, self.clock() - self.output.stats.arrived_at)
         self.pulling = Pulling(host.pull)
-        self.reading = Reading(read_window_s, self._on_read, self.close)
-        self.reading.begin(self.output, self.deadline)
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self.watch_deadline()
+
+    def watch_deadline(self) -> None:
+        """End the request at the deadline of the present call, in place of an earlier call's."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        if (deadline := self.deadline) is not None:
+            error = DeadlineExceeded("the request's deadline has passed")
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_at(deadline, self.close, error)
 
     # ── what it needs ────────────────────────────────────────────────────────────────────────────
 
@@ -142,11 +149,6 @@ class Request:
     def wants_logprobs(self) -> bool:
         """Whether tokens that the client has not received need logprobs."""
         return self.sampling.logprobs is not None or self.unsent_prompt_logprobs is not None
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether backpressure is on: the client has not read everything yet."""
-        return self.reading.is_paused
 
     @property
     def num_tokens(self) -> int:
@@ -234,10 +236,6 @@ class Request:
         if output is self.output:
             self.close()
 
-    def _on_read(self) -> None:
-        if self.status is RequestStatus.QUEUED:
-            self._host.on_queued(self)
-
     # ── attempts, tokens and the end ─────────────────────────────────────────────────────────────
 
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
@@ -258,12 +256,11 @@ class Request:
         self.attempt.detach(lease, self.tickets.detached(state, pool_id))
 
     def deliver(self, outputs: Sequence[Generated]) -> None:
-        """Write tokens to the client. The request closes with its last sequence. If the client
-        reads too slowly, the decode worker hands the request over."""
+        """Write tokens to the client. The request closes with its last sequence, or if the client
+        reads too slowly."""
         for new in outputs:
             if not self.output.is_over(new.index):
                 self.output.write(new)
-                self.reading.check(self.output)
                 self._abort_stopped(new)
         decode = self.attempt.decode
         if not (num_sequences := self.num_sequences):
@@ -272,8 +269,9 @@ class Request:
             self.close()
             return
         self.attempt.shrink_to(num_sequences)
-        if decode and self.is_paused and self.movable_from:
-            decode.request_hand_over()
+        if self.output.is_neglected:
+            text = "the client reads too slowly; its request was cancelled"
+            self.close(Overloaded(text, 0.0))
 
     def _abort_stopped(self, new: Generated) -> None:
         """Tell the decode worker that a stop string has ended one of several sequences."""
@@ -315,7 +313,8 @@ class Request:
             self.attempt.close()
         self.move_to(RequestStatus.ENDED)
         self.timeline.end()
-        self.reading.end()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self.output.close(error)
         self._host.on_closed(self, error)
 

@@ -22,16 +22,15 @@ def resume(request: Request, call: Request) -> None:
     before.close(DuplicateRequest("another call continues this request"))
     request.asked, request.sampling, request.output = call.asked, call.sampling, output
     output.stats.add_call(before.stats)
-    request.reading.begin(output, request.deadline)
+    request.watch_deadline()
     # The gateway does not keep the logprobs of tokens that the client has not received.
     must_recompute = request.wants_logprobs and before.is_ahead_of(output)
-    if not must_recompute:
-        output.catch_up(before)
-    request.reading.resume()
     if must_recompute:
         _recompute(request)
-    elif output.has_ended:
-        request.close()
+    else:
+        output.catch_up(before)
+        if output.has_ended:
+            request.close()
     if call.trace is not None and request.trace is not None:
         call.trace.join(request.trace)
 

@@ -159,8 +159,7 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
     elif moved := request.attempt.attempt_at_target():
         continue_at(request, moved)
     else:
-        why = "its client did not read" if request.is_paused else "its worker gave it back"
-        request.timeline.note(SetBack(why))
+        request.timeline.note(SetBack("its worker gave it back"))
         request.requeue()
 
 

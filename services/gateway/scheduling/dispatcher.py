@@ -185,7 +185,7 @@ class Dispatcher:
         found = await self._find_parked(request) if resumes else None
         if self._closed:
             raise Draining(_STOPPING)
-        request.begin(self, order, self._options.read_window_s)
+        request.begin(self, order)
         request.timeline.num_queued = self.num_waiting_for(request.model)
         self._requests[request.id] = request
         if found is not None:
@@ -206,10 +206,9 @@ class Dispatcher:
     # ── events of requests ───────────────────────────────────────────────────────────────────────
 
     def on_queued(self, request: Request) -> None:
-        model_queue = self.model_queue(request.model)
-        if not request.is_paused:
-            client, has_run = request.asked.caller.client, request.started_at is not None
-            model_queue.waiting.add(request, request.order, client, has_run=has_run)
+        client, has_run = request.asked.caller.client, request.started_at is not None
+        waiting = self.model_queue(request.model).waiting
+        waiting.add(request, request.order, client, has_run=has_run)
         self._changes.notify()
 
     def on_closed(self, request: Request, error: Exception | None) -> None:
