@@ -23,11 +23,11 @@ from services.gateway.chat.embeddings import admit_embedding
 from services.gateway.chat.outputs import open_output
 from services.gateway.chat.prompts import check_token_ids, tokenize_prompt
 from services.gateway.config import PartOptions
-from services.gateway.identity import check_identity, client_id, scoped_id
+from services.gateway.identity import MAX_ID_CHARS, check_identity, client_id, scoped_id
 from services.gateway.output.output import Output
 from services.gateway.output.rests import WriteRests
 from services.gateway.request.metrics import RequestMeters
-from services.gateway.request.records import refused
+from services.gateway.request.record import MAX_REASON_CHARS, Record
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
@@ -169,7 +169,7 @@ class Gateway:
                         request.trace = trace
                     running = await self._dispatcher.enqueue(request, resumes=resumes)
                     if options.per_request_metrics or (generation and generation.include_metrics):
-                        request.output.metrics = running.metrics
+                        request.output.metrics = running.record.metrics
                     return running, request.output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
@@ -228,7 +228,9 @@ class Gateway:
         if model not in names:
             model = names[0] if len(names) == 1 and not model else ""
         self._request_metrics.record_refusal(request_id, model, code, reason)
-        self._explainer.records.add(refused(request_id, code, reason, current_caller(EVERYONE)))
+        name, why = request_id[:MAX_ID_CHARS], reason[:MAX_REASON_CHARS]
+        record = Record(name, current_caller(EVERYONE), outcome=code, reason=why)
+        self._explainer.records.add(record)
 
     def explain(self, request_id: str, caller: Caller) -> list[str]:
         """See `Generator.explain`."""

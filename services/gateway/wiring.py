@@ -13,8 +13,8 @@ from blockstore.store import BlockStore
 from services.gateway.config import PartOptions
 from services.gateway.gateway import Gateway
 from services.gateway.output.parser.choice import Parsers
-from services.gateway.request.metrics import RequestMeters, outcome_of
-from services.gateway.request.records import Records, block_hashes, record_of
+from services.gateway.request.metrics import RequestMeters
+from services.gateway.request.records import Records, block_hashes
 from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.explainer import Explainer
@@ -29,7 +29,6 @@ from services.gateway.workers.models.generation_config import GenerationConfig
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.registry_heartbeat import RegistryHeartbeat
-from services.runtime.rpc.error_table import INTERNAL_CODE, code_of
 from services.runtime.rpc.tls import TlsFiles
 from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import Secret
@@ -114,12 +113,10 @@ async def start_gateway(
 
     def on_end(request: Request, error: Exception | None) -> None:
         request_metrics.record_end(request, error)
-        outcome = outcome_of(request, error)
-        hides = error is None or code_of(error) == INTERNAL_CODE
-        reason = "" if hides else str(error)
-        records.add(record_of(request, outcome, reason, block_hashes(request)))
+        request.record.hashes = block_hashes(request)
+        records.add(request.record)
         if request.trace is not None:
-            request.trace.end(outcome, error, request.output.stats)
+            request.trace.end(request.record.outcome, error, request.output.stats)
 
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.gateway.access.caller import EVERYONE
 from services.gateway.api import ChatMessage, GenerationRequest
 from services.gateway.config import GatewaySettings
 from services.gateway.output.output import RequestStats
 from services.gateway.request.events import Phase
-from services.gateway.request.timeline import Timeline
+from services.gateway.request.record import Record
 from services.gateway.request.trace import RequestTrace
 from services.runtime.errors import StartupError
 from services.runtime.tracing import tracer as tracer_module
@@ -98,14 +99,14 @@ def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Co
     tracer = Tracer(collector.address, "gateway")
     request = GenerationRequest((ChatMessage("user", "hidden"),))
     trace = RequestTrace(tracer, request, "request-1")
-    timeline = Timeline(trace)
+    record = Record("request-1", EVERYONE, trace=trace)
     first = trace.traceparent
     for phase in (Phase.PREFILL, Phase.HAND_OFF, Phase.DECODE):
-        timeline.enter(phase, f"{phase.value}-worker")
-    timeline.enter(Phase.PREEMPTED)
+        record.enter(phase, f"{phase.value}-worker")
+    record.enter(Phase.PREEMPTED)
     assert trace.traceparent != first
     trace.set_back("decode worker d was lost")
-    timeline.enter(Phase.LOST)
+    record.enter(Phase.LOST)
     trace.end("stop", None, RequestStats(7, 0.0, num_generated_tokens=3, num_preemptions=1))
     tracer.close()
     found = collector.wait(trace.trace_id, lambda trace: trace.num_named("chat") == 1)

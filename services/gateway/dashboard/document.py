@@ -11,9 +11,8 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.request.events import Phase
-from services.gateway.request.records import Record, record_of
+from services.gateway.request.record import Record, now_ms
 from services.gateway.request.request import Request
-from services.gateway.request.timeline import now_ms
 from services.gateway.wiring import Wiring
 from services.gateway.workers.worker import Worker
 from services.runtime.metrics import GatewayMetrics
@@ -87,7 +86,7 @@ class DashboardDocument:
     def _waiting(self) -> list[Request]:
         """The requests that have no token yet, or lost their place at a worker."""
         requests = self._dispatcher.requests
-        return [each for each in requests if each.timeline.phase in _WAITING]
+        return [each for each in requests if each.record.phase in _WAITING]
 
     def _failures(self) -> dict[str, float]:
         """The requests that failed or were refused since the start, by error code. A request whose
@@ -114,9 +113,9 @@ class DashboardDocument:
         """First those that run: a long queue hides none of them."""
         in_order = sorted(
             self._dispatcher.requests,
-            key=lambda each: (each.timeline.phase is Phase.WAITING, each.order),
+            key=lambda each: (each.record.phase is Phase.WAITING, each.order),
         )
-        running = (record_of(each) for each in islice(in_order, MAX_RUNNING))
+        running = (each.record for each in islice(in_order, MAX_RUNNING))
         ended = (each for each in self._records if each.stats)
         shown = (*islice(ended, MAX_RECENT), *running)
         return {str(each.order): _request(each) for each in shown}
@@ -143,7 +142,7 @@ class DashboardDocument:
 def _waits_since_ms(request: Request) -> int:
     """When the first of the phases began in which the request now waits, one after the other."""
     since_ms = now_ms()
-    for phase, began_ms, _ in reversed(request.timeline.spans):
+    for phase, began_ms, _ in reversed(request.record.spans):
         if phase not in _WAITING:
             break
         since_ms = began_ms
@@ -162,7 +161,7 @@ def _request(record: Record) -> dict[str, Any]:
         "tokens": stats.num_generated_tokens,
         "preemptions": stats.num_preemptions,
         "moves": stats.num_moves,
-        "spans": [[phase.value, *begin] for phase, *begin in record.timeline.spans],
+        "spans": [[phase.value, *begin] for phase, *begin in record.spans],
     }
     if record.outcome:
         view |= {"ended_ms": record.ended_ms, "outcome": record.outcome}

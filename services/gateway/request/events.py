@@ -1,6 +1,6 @@
 """The events of a request: what was decided about it, and the figures that the decision had.
 
-They are noted where the decision is taken. The figures of an answer (`timeline.py`), the story of
+They are noted where the decision is taken. The figures of an answer (`record.py`), the story of
 `quire explain` (`story.py`) and the dashboard's rows are views of them.
 """
 

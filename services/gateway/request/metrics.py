@@ -10,10 +10,8 @@ from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.identity import client_id
 from services.gateway.output.output import RequestStats
 from services.gateway.request.request import Request
-from services.gateway.request.status import CANCELLED
 from services.runtime.logging import get_logger
 from services.runtime.metrics import GatewayMetrics, TenantLabels, TenantMetrics
-from services.runtime.rpc.error_table import code_of
 from services.runtime.usage import Used
 
 log = get_logger(__name__)
@@ -88,7 +86,7 @@ class RequestMeters:
     def record_end(self, request: Request, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
         stats = request.output.stats
-        outcome = outcome_of(request, error)
+        outcome = request.record.outcome
         duration_s = asyncio.get_running_loop().time() - stats.arrived_at
         self._count_end(request, outcome, duration_s)
         log.info(
@@ -144,10 +142,3 @@ class RequestMeters:
 def _caller_keys(caller: Caller) -> dict[str, str]:
     """The caller's part of a log line; nothing without API keys."""
     return {"api_key": caller.key, "tenant": caller.tenant} if caller.tenant else {}
-
-
-def outcome_of(request: Request, error: Exception | None) -> str:
-    """How a request ended: its finish reason, the code of its error, or `cancelled`."""
-    if request.output.finish_reason is not None:
-        return request.output.finish_reason.value
-    return CANCELLED if error is None else code_of(error)

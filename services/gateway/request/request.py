@@ -12,6 +12,7 @@
 | `tickets.py` | builds tickets, and keeps what workers answer |
 | `search.py` | the progress of a beam search |
 | `crash_attribution.py` | whether a crash may be the request's fault |
+| `record.py` | what happened to it, and when |
 
 Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
 these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
@@ -20,12 +21,12 @@ exactly these tokens.
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from blockstore.records import PoolSpec
-from quire.types import RequestMetrics
 from services.gateway.api import PromptRequest, RetainDirective
 from services.gateway.identity import client_id
 from services.gateway.output.output import Output
@@ -35,9 +36,9 @@ from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.events import Holders, Phase, SetBack
 from services.gateway.request.pulling import Pull, Pulling
+from services.gateway.request.record import Record, now_ms
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
-from services.gateway.request.timeline import Timeline
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.lease import Lease
 from services.gateway.workers.worker import Worker
@@ -113,10 +114,26 @@ class Request:
         """Why the request moves to the worker of `attempt.target`."""
         self.tickets = Tickets(self, order)
         self.crash_attribution = CrashAttribution()
-        self.timeline = Timeline(self.trace, self.clock() - self.output.stats.arrived_at)
+        self.record = self._new_record(order)
         self.pulling = Pulling(host.pull)
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.watch_deadline()
+
+    def _new_record(self, order: int) -> Record:
+        age_s = self.clock() - self.output.stats.arrived_at
+        return Record(
+            client_id(self.id),
+            self.asked.caller,
+            self.output.stats,
+            self.trace,
+            order,
+            self.model,
+            self.sampling.n or 1,
+            cache_salt=hash(self.cache_salt),
+            adapter=self.adapter.digest if self.adapter else "",
+            arrived_at=time.monotonic() - age_s,
+            arrived_ms=now_ms() - round(age_s * 1000),
+        )
 
     def watch_deadline(self) -> None:
         """End the request at the deadline of the present call, in place of an earlier call's."""
@@ -187,10 +204,6 @@ class Request:
         num_living = len(self.output.living)
         return self.sampling.width if num_living and self.tickets.search else num_living
 
-    def metrics(self) -> RequestMetrics:
-        """The figures of the request so far, for the client of the present call."""
-        return self.timeline.metrics(self.output.stats, self.sampling.n)
-
     @property
     def swapped(self) -> Swapped | None:
         """Where the KV of the request is swapped out."""
@@ -221,7 +234,7 @@ class Request:
     def pool_held(self) -> str:
         """The pool in which the request holds blocks, as far as the gateway knows; "" if none."""
         lease = self.attempt.decode if self.is_decoding else self.attempt.prefill
-        return "" if lease is None or self.timeline.phase in _WAITS else lease.worker.member.pool_id
+        return "" if lease is None or self.record.phase in _WAITS else lease.worker.member.pool_id
 
     def other_holders(self, pool_id: str) -> Holders:
         """The other requests of this gateway that hold most blocks of a pool."""
@@ -242,7 +255,7 @@ class Request:
         """Return to the queue, at the same position, with the tokens received; see also
         `Attempt.next_attempt`."""
         self.pulling.cancel()
-        self.timeline.enter(phase)
+        self.record.enter(phase)
         self.crash_attribution.unassign()
         self.attempt = self.attempt.next_attempt(self.next_number())
         self.num_attempts += 1
@@ -283,7 +296,7 @@ class Request:
     def retry_or_fail(self, reason: str) -> None:
         """Requeue the request, or close it after too many retries."""
         self.num_retries += 1
-        self.timeline.note(SetBack(reason))
+        self.record.note(SetBack(reason))
         log.warning(
             "request_set_back",
             request_id=client_id(self.id),
@@ -312,7 +325,7 @@ class Request:
             self.crash_attribution.unassign()
             self.attempt.close()
         self.move_to(RequestStatus.ENDED)
-        self.timeline.end()
+        self.record.end(self.output.finish_reason, error)
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self.output.close(error)

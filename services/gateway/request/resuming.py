@@ -22,6 +22,7 @@ def resume(request: Request, call: Request) -> None:
     before.close(DuplicateRequest("another call continues this request"))
     request.asked, request.sampling, request.output = call.asked, call.sampling, output
     output.stats.add_call(before.stats)
+    request.record.stats, request.record.caller = output.stats, call.asked.caller
     request.watch_deadline()
     # The gateway does not keep the logprobs of tokens that the client has not received.
     must_recompute = request.wants_logprobs and before.is_ahead_of(output)
@@ -48,6 +49,7 @@ def adopt(request: Request, detached: DetachedTicket) -> None:
     tokens that the client has not received. The request may end with these tokens."""
     ticket = detached.ticket
     gained = request.tickets.adopt(ticket)
+    request.record.order = request.order
     request.output.stats.note_prefill(ticket.num_cached_tokens)
     request.started_at = request.clock()
     request.attempt = Attempt(request.id, request.attempt.number, detached)

@@ -81,7 +81,7 @@ def admit(request: Request) -> None:
     if not was_decoding:
         request.move_to(RequestStatus.DECODING)
     phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
-    request.timeline.enter(phase, decode.worker.id)
+    request.record.enter(phase, decode.worker.id)
     ticket = request.tickets.admit(detached.ticket, request.attempt.number)
     request.crash_attribution.assign(decode.worker)
     decode.worker.send(Admit(ticket))
@@ -97,7 +97,7 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
             return
         request.attempt.replace_detached(pulled)
         cause = f"because {ticket.pool_id} had no slot for it"
-        request.timeline.note(Moved(ticket.pool_id, target, cause))
+        request.record.note(Moved(ticket.pool_id, target, cause))
         request.output.stats.num_moves += 1
         admit(request)
 
@@ -105,7 +105,7 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
         request.retry_or_fail(f"its KV was not copied to {target}: {reason}")
 
     request.move_to(RequestStatus.PULLING)
-    request.timeline.enter(Phase.HAND_OFF)
+    request.record.enter(Phase.HAND_OFF)
     asked = request.tickets.admit(ticket, request.attempt.number)
     request.pulling.begin(asked, ticket.pool_id, target, on_pulled, on_failure)
 
@@ -138,7 +138,7 @@ def continue_at(request: Request, moved: Attempt) -> None:
     detached, target = moved.detached, moved.decode
     assert detached is not None
     assert target is not None
-    request.timeline.note(Moved(detached.worker.id, target.worker.id, request.move_cause))
+    request.record.note(Moved(detached.worker.id, target.worker.id, request.move_cause))
     request.attempt = moved
     request.moved_at = request.clock()
     request.output.stats.num_moves += 1

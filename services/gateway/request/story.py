@@ -21,7 +21,7 @@ from services.gateway.request.events import (
     SlotsAwaited,
     WorkersAwaited,
 )
-from services.gateway.request.records import Record, Root
+from services.gateway.request.record import Record, Root
 
 _WAITS = (Phase.WAITING, Phase.PREEMPTED, Phase.LOST)
 _DOING = {
@@ -42,22 +42,22 @@ class Story:
     the client may not know."""
 
     def sentences(self) -> Iterator[str]:
-        record, timeline, stats = self.record, self.record.timeline, self.record.stats
-        came = f"Request {record.request_id} came at {clock(timeline.arrived_ms)}"
+        record, stats = self.record, self.record.stats
+        came = f"Request {record.request_id} came at {clock(record.arrived_ms)}"
         if stats is None:
             yield f"{came} and was refused ({record.outcome}): {record.reason}."
             return
         sequences = f" and {record.num_sequences} sequences" if record.num_sequences > 1 else ""
         yield (
             f"{came}, with {count(stats.num_prompt_tokens, 'prompt token')}{sequences} for "
-            f"{record.model}; {count(timeline.num_queued, 'request')} waited before it."
+            f"{record.model}; {count(record.num_queued, 'request')} waited before it."
         )
-        if timeline.num_forgotten:
-            yield f"Its first {timeline.num_forgotten} events are forgotten."
+        if record.num_forgotten:
+            yield f"Its first {record.num_forgotten} events are forgotten."
         since_s, has_computed = 0.0, False
-        for index, (at_s, event) in enumerate(timeline.events):
-            later = (at for at, each in timeline.events[index + 1 :] if isinstance(each, Entered))
-            lasted = duration(next(later, timeline.age_s) - at_s)
+        for index, (at_s, event) in enumerate(record.events):
+            later = (at for at, each in record.events[index + 1 :] if isinstance(each, Entered))
+            lasted = duration(next(later, record.age_s) - at_s)
             if isinstance(event, Entered):
                 worker = worker_name(event.worker_id)
                 if event.phase is Phase.PREFILL:
@@ -77,7 +77,7 @@ class Story:
                     yield self._prefix(event)
                 has_computed = True
             else:
-                yield self._sentence(event, timeline.time_ms(at_s))
+                yield self._sentence(event, record.time_ms(at_s))
         yield self._end(stats)
 
     def _sentence(self, event: Event, at_ms: int) -> str:
@@ -120,7 +120,7 @@ class Story:
         return f"; most of the others were held by {held}"
 
     def _prefix(self, computed: Computed) -> str:
-        placed = self.record.timeline.placed
+        placed = self.record.placed
         size = placed.block_size if placed else 0
         num_tokens, num_cached = computed.num_tokens, computed.num_cached
         if num_cached is None:
@@ -135,7 +135,7 @@ class Story:
     def _miss(self, index: int) -> str:
         """Why the block of this index was not cached."""
         mine, key, block = self.record, self.record.block(index), f"block {index + 1}"
-        earlier = [one for one in self.others if one.timeline.arrived_ms <= mine.computed_ms]
+        earlier = [one for one in self.others if one.arrived_ms <= mine.computed_ms]
         alike = [one for one in earlier if key and one.block(index) == key and one.root]
         if same := [one for one in alike if one.root == mine.root]:
             return self._evicted(block, max(same, key=lambda one: one.ended_ms))
@@ -148,7 +148,7 @@ class Story:
         differing = " and ".join(name.replace("_", " ") for name, a, b in parts if a != b)
         return (
             f"{alike[0].request_id} had the same tokens up to {block} at "
-            f"{clock(alike[0].timeline.arrived_ms)}, but with another {differing}, so their blocks "
+            f"{clock(alike[0].arrived_ms)}, but with another {differing}, so their blocks "
             "are not shared."
         )
 
@@ -176,7 +176,7 @@ class Story:
         return f"{text}, when {requests} took {count(total, 'block')} of the pool, most: {names}."
 
     def _num_new_blocks(self, other: Record) -> int:
-        stats, placed = other.stats, other.timeline.placed
+        stats, placed = other.stats, other.placed
         assert stats is not None
         assert placed is not None
         num_tokens = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_generated_tokens
@@ -184,8 +184,8 @@ class Story:
 
     def _end(self, stats: RequestStats) -> str:
         record = self.record
-        metrics = record.timeline.metrics(stats)
-        end_ms, whole = record.ended_ms, duration(record.timeline.age_s)
+        metrics = record.metrics()
+        end_ms, whole = record.ended_ms, duration(record.age_s)
         reason = f": {record.reason}" if record.reason else ""
         ended = f"It ended at {clock(end_ms)}, after {whole}, outcome {record.outcome}{reason}"
         state = ended if record.outcome else f"It has run for {whole}"

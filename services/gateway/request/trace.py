@@ -121,7 +121,7 @@ class RequestTrace:
         self._tracer.fail(self._attempt, reason)
 
     def end(self, outcome: str, error: Exception | None, stats: "RequestStats") -> None:
-        """End all spans. `outcome` is of `request_metrics.outcome_of`."""
+        """End all spans. `outcome` is the `Record.outcome`."""
         if self._phase is not None:
             self._phase.end()
         self._attempt.set_attribute("quire.attempt.outcome", outcome)

@@ -53,19 +53,19 @@ def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
                     request.crash_attribution.note_token(sender)
                     request.num_retries = 0
                 request.attempt.mark_claimed(sender)
-                if request.timeline.phase is not Phase.DECODE:
-                    request.timeline.enter(Phase.DECODE, sender.id)
+                if request.record.phase is not Phase.DECODE:
+                    request.record.enter(Phase.DECODE, sender.id)
                 request.deliver([step])
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
             if isinstance(lease, PrefillLease):
                 request.output.stats.note_prefill(event.num_cached_tokens)
-                request.timeline.enter(Phase.PREFILL, sender.id)
+                request.record.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
         case PrefillLease(), AwaitsBlocks(num_needed=needed, num_available=available):
             holders = request.other_holders(sender.member.pool_id)
-            request.timeline.note(BlocksAwaited(sender.id, needed, available, holders))
+            request.record.note(BlocksAwaited(sender.id, needed, available, holders))
         case DecodeReservation() as decode, Requeued(ticket=TicketState() as state) if (
             state.is_detached
         ):
@@ -130,7 +130,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
         request.pooling is not None and request.pooling.mode is PoolingMode.MEAN
     )
     num_cached = None if needs_all else event.ticket.num_cached_tokens
-    request.timeline.note(Computed(request.num_tokens, num_cached))
+    request.record.note(Computed(request.num_tokens, num_cached))
     if event.prompt_logprobs:
         request.output.write_prompt(event.prompt_logprobs)
     if event.embedding:
@@ -159,7 +159,7 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
     elif moved := request.attempt.attempt_at_target():
         continue_at(request, moved)
     else:
-        request.timeline.note(SetBack("its worker gave it back"))
+        request.record.note(SetBack("its worker gave it back"))
         request.requeue()
 
 
@@ -172,7 +172,7 @@ def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:
         return
     if event.reason is RequeueReason.DRAINING:
         lease.worker.draining = True
-        request.timeline.note(SetBack(f"{worker_name(lease.worker.id)} drains"))
+        request.record.note(SetBack(f"{worker_name(lease.worker.id)} drains"))
         request.requeue()
     else:
         _preempt(request, lease.worker, is_swapped=False)
@@ -181,5 +181,5 @@ def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:
 def _preempt(request: Request, worker: Worker, *, is_swapped: bool) -> None:
     request.output.stats.num_preemptions += 1
     holders = request.other_holders(worker.member.pool_id)
-    request.timeline.note(Preempted(worker.id, is_swapped, holders))
+    request.record.note(Preempted(worker.id, is_swapped, holders))
     request.requeue(Phase.PREEMPTED)

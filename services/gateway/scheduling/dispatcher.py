@@ -186,7 +186,7 @@ class Dispatcher:
         if self._closed:
             raise Draining(_STOPPING)
         request.begin(self, order)
-        request.timeline.num_queued = self.num_waiting_for(request.model)
+        request.record.num_queued = self.num_waiting_for(request.model)
         self._requests[request.id] = request
         if found is not None:
             adopt(request, found)

@@ -6,7 +6,8 @@ from itertools import islice
 
 from services.gateway.access.caller import Caller
 from services.gateway.identity import client_id
-from services.gateway.request.records import MAX_RECORDS, Record, Records, block_hashes, record_of
+from services.gateway.request.record import Record
+from services.gateway.request.records import MAX_RECORDS, Records, block_hashes
 from services.gateway.request.request import Request
 from services.gateway.request.story import Story, count, placement
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -93,4 +94,5 @@ class Explainer:
 
 
 def _with_hashes(request: Request) -> Record:
-    return record_of(request, hashes=block_hashes(request))
+    request.record.hashes = block_hashes(request)
+    return request.record

@@ -163,7 +163,7 @@ class Placement:
             return False
         decode_id = "" if decode is None else decode.id
         slots = slots_of(route.pool.decode, decode_id, request.num_sequences)
-        request.timeline.note(placed(route, ranked, decode_id, slots))
+        request.record.note(placed(route, ranked, decode_id, slots))
         pool_id = route.prefill.spec.pool_id
         sending.submit(request, *ranked[0], pool_id, route.root_hash, route.source_pool_id)
         return True
@@ -171,8 +171,8 @@ class Placement:
     def _delay_without_workers(self, queue: ModelQueue, request: Request, reason: str) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
         While workers start, such as after a crash, requests wait longer."""
-        if not request.timeline.ends_with(WorkersAwaited):
-            request.timeline.note(WorkersAwaited(reason))
+        if not request.record.ends_with(WorkersAwaited):
+            request.record.note(WorkersAwaited(reason))
         now = self._clock()
         is_starting = self._workers.is_starting(queue.model)
         if is_starting and now - request.waiting_since < self._options.start_patience_s:
@@ -190,6 +190,6 @@ class Placement:
 
 def _note_slots(request: Request, pools: list[Pool]) -> None:
     """Note once that the request waits for slots, and the workers that have none."""
-    if not request.timeline.ends_with(SlotsAwaited):
+    if not request.record.ends_with(SlotsAwaited):
         workers = [worker for pool in pools for worker in pool.decode]
-        request.timeline.note(SlotsAwaited(request.num_sequences, slots_of(workers)))
+        request.record.note(SlotsAwaited(request.num_sequences, slots_of(workers)))

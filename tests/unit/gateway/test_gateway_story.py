@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.output.output import RequestStats
 from services.gateway.request.events import (
     BlocksAwaited,
@@ -19,9 +20,8 @@ from services.gateway.request.events import (
     SlotsAwaited,
     WorkersAwaited,
 )
-from services.gateway.request.records import Record, Root
+from services.gateway.request.record import Record, Root
 from services.gateway.request.story import Story
-from services.gateway.request.timeline import Timeline
 
 ROOT = Root(1, "", "fingerprint", "pool")
 PLACED = Placed(
@@ -42,27 +42,30 @@ def record(
     name: str = "r1",
     at_s: float = 0.0,
     blocks: str = "abc",
-    root: Root | None = ROOT,
+    root: Root = ROOT,
     outcome: str = "length",
 ) -> Record:
     """A request that came `at_s` seconds after the first one, with an event each tenth of a second.
     `blocks`: a letter for the hash of each block."""
-    timeline, stats = Timeline(), RequestStats(50, 0.0, num_generated_tokens=6)
-    timeline.arrived_ms = round(at_s * 1000)
-    timeline.events = [(number / 10, event) for number, event in enumerate(events)]
-    timeline.end()
-    timeline.ended_s = len(events) / 10
-    hashes = "".join(letter * 8 for letter in blocks).encode()
     return Record(
         name,
-        ("", "host"),
-        timeline,
-        stats,
+        Caller(host="host"),
+        RequestStats(50, 0.0, num_generated_tokens=6),
         model="toy",
-        root=root,
-        hashes=hashes,
+        cache_salt=root.cache_salt,
+        adapter=root.adapter,
+        hashes="".join(letter * 8 for letter in blocks).encode(),
         outcome=outcome,
+        arrived_ms=round(at_s * 1000),
+        events=[(number / 10, _in_pool(root, event)) for number, event in enumerate(events)],
+        ended_s=len(events) / 10,
     )
+
+
+def _in_pool(root: Root, event: Event) -> Event:
+    if not isinstance(event, Placed):
+        return event
+    return replace(event, pool_id=root.pool, fingerprint=root.fingerprint)
 
 
 def computed(num_cached: int = 0, at_s: float = 0.0, **fields: object) -> Record:
@@ -133,7 +136,7 @@ def test_the_waits_are_told_with_their_times() -> None:
 
 def test_the_beginning_and_the_end_are_told() -> None:
     one = record(Entered(Phase.WAITING))
-    one.timeline.num_queued, one.timeline.num_forgotten = 2, 7
+    one.num_queued, one.num_forgotten = 2, 7
     first, second, last = told(one).splitlines()
     assert first.endswith("with 50 prompt tokens for toy; 2 requests waited before it.")
     assert second == "Its first 7 events are forgotten."
@@ -144,7 +147,7 @@ def test_the_beginning_and_the_end_are_told() -> None:
 
 
 def test_a_refused_request_has_its_reason() -> None:
-    refused = Record("r1", ("", ""), Timeline(), outcome="queue_full", reason="1024 requests wait")
+    refused = Record("r1", EVERYONE, outcome="queue_full", reason="1024 requests wait")
     assert told(refused).endswith("and was refused (queue_full): 1024 requests wait.")
 
 

@@ -1,12 +1,14 @@
 """The figures and the events of a request, and the bounds of what is kept of ended ones."""
 
+import time
 import tracemalloc
 from copy import deepcopy
 from itertools import count
 
 import pytest
 
-from services.gateway.access.caller import LOCAL_OPERATOR, Caller
+from services.gateway.access.caller import EVERYONE, LOCAL_OPERATOR, Caller
+from services.gateway.output.output import RequestStats
 from services.gateway.request import records as records_module
 from services.gateway.request.events import (
     BlocksAwaited,
@@ -18,17 +20,19 @@ from services.gateway.request.events import (
     Preempted,
     SetBack,
 )
-from services.gateway.request.records import Record, Records, record_of, refused
-from services.gateway.request.timeline import Timeline
+from services.gateway.request.record import Record
+from services.gateway.request.records import Records
 from services.protocol.messages import AwaitsBlocks, Began, Requeued, RequeueReason, Reserved
+from services.protocol.ticket import FinishReason
+from services.runtime.errors import Unavailable
 
 from .test_gateway_migration import moving
-from .test_gateway_story import PLACED, WAITED, record
+from .test_gateway_story import PLACED, WAITED
 from .walk import MAX_TOKENS, Walk, at_rest, requeued, step
 
 
 def events_of(walk: Walk, *kinds: type[Event]) -> list[Event]:
-    return [event for _, event in walk.request.timeline.events if isinstance(event, kinds)]
+    return [event for _, event in walk.request.record.events if isinstance(event, kinds)]
 
 
 async def run(walk: Walk) -> None:
@@ -47,7 +51,7 @@ async def run(walk: Walk) -> None:
 
 async def test_the_figures_add_up_to_the_whole() -> None:
     walk = Walk()
-    walk.output.metrics = walk.request.metrics
+    walk.output.metrics = walk.request.record.metrics
     await run(walk)
     async for delta in walk.output:
         last = delta
@@ -55,7 +59,7 @@ async def test_the_figures_add_up_to_the_whole() -> None:
     metrics = last.usage.metrics
     assert metrics is not None
     parts = metrics.queue_ms + metrics.prefill_ms + metrics.handoff_ms + metrics.decode_ms
-    assert parts == pytest.approx(walk.request.timeline.age_s * 1000, abs=0.01)
+    assert parts == pytest.approx(walk.request.record.age_s * 1000, abs=0.01)
     assert metrics.placement == ("p", "d", "p", "d")
     assert (metrics.preemptions, metrics.moves) == (1, 0)
     assert metrics.queue_time_ms <= metrics.queue_ms
@@ -67,7 +71,7 @@ async def test_the_figures_add_up_to_the_whole() -> None:
 async def test_several_sequences_have_no_time_between_tokens() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
-    assert walk.request.metrics().mean_itl_ms is None
+    assert walk.request.record.metrics().mean_itl_ms is None
     walk.request.close()
 
 
@@ -88,7 +92,7 @@ async def test_a_move_is_noted_with_its_cause() -> None:
     walk.on_event(other, Reserved("r1", 2, granted=True))
     walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0)))
     assert events_of(walk, Moved) == [Moved("d", other.id, "because d drains")]
-    assert record_of(walk.request).timeline.phase is Phase.MOVING
+    assert walk.request.record.phase is Phase.MOVING
     walk.request.close()
 
 
@@ -108,36 +112,48 @@ async def test_a_set_back_is_noted(reason: RequeueReason, why: str) -> None:
 
 
 def test_the_first_events_of_many_are_forgotten_but_not_their_times() -> None:
-    timeline = Timeline(age_s=1.0)
+    one = Record("r1", EVERYONE, RequestStats(50, 0.0), arrived_at=time.monotonic() - 1.0)
     for _ in range(100):
-        timeline.enter(Phase.PREEMPTED)
-        timeline.enter(Phase.PREFILL, "p")
-    timeline.end()
-    assert (len(timeline.events), timeline.num_forgotten) == (64, 137)
-    assert timeline.placement == ["p"]
-    stats = record().stats
-    assert stats is not None
-    metrics = timeline.metrics(stats)
+        one.enter(Phase.PREEMPTED)
+        one.enter(Phase.PREFILL, "p")
+    one.end(FinishReason.STOP, None)
+    assert (len(one.events), one.num_forgotten) == (64, 137)
+    assert one.placement == ["p"]
+    metrics = one.metrics()
     assert metrics.queue_ms >= 1000
-    assert metrics.queue_ms + metrics.prefill_ms == pytest.approx(timeline.age_s * 1000, abs=0.01)
+    assert metrics.queue_ms + metrics.prefill_ms == pytest.approx(one.age_s * 1000, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("finish", "error", "outcome", "reason"),
+    [
+        (FinishReason.STOP, None, "stop", ""),
+        (None, Unavailable("gone"), "unavailable", "gone"),
+        (None, ValueError("a secret"), "internal", ""),
+        (None, None, "cancelled", ""),
+    ],
+)
+def test_the_end_has_an_outcome_and_no_internals(
+    finish: FinishReason | None, error: Exception | None, outcome: str, reason: str
+) -> None:
+    one = Record("r1", EVERYONE)
+    one.end(finish, error)
+    assert (one.outcome, one.reason) == (outcome, reason)
 
 
 def ended(name: str, *events: Event, hashes: bytes = b"") -> Record:
-    timeline = Timeline()
+    one = Record(name, Caller("alice"), hashes=hashes)
     for event in events:
-        timeline.note(event)
-    return Record(name, ("alice", ""), timeline, hashes=hashes)
+        one.note(event)
+    return one
 
 
 def test_a_record_replaces_that_of_the_same_client_and_id() -> None:
     kept = Records()
     kept.add(ended("r1"))
-    kept.add(refused("r1", "queue_full", "full", Caller("bob")))
+    kept.add(Record("r1", Caller("bob"), outcome="queue_full"))
     kept.add(ended("r1", WAITED))
-    assert [(each.caller[0], len(each.timeline.events)) for each in kept] == [
-        ("alice", 2),
-        ("bob", 1),
-    ]
+    assert [(each.caller.key, len(each.events)) for each in kept] == [("alice", 2), ("bob", 1)]
 
 
 def test_records_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
