@@ -8,7 +8,6 @@
 | `worker_events.py` | applies the messages of workers to the request |
 | `status.py` | the statuses, and which may follow which |
 | `attempt.py`, `workers/lease.py` | the leases of the request at workers |
-| `pulling.py` | copies its KV to another pool |
 | `tickets.py` | builds tickets, and keeps what workers answer |
 | `search.py` | the progress of a beam search |
 | `crash_attribution.py` | whether a crash may be the request's fault |
@@ -22,7 +21,7 @@ exactly these tokens.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,15 +34,14 @@ from services.gateway.request.attempt import Attempt
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.events import Holders, Phase, SetBack
-from services.gateway.request.pulling import Pull, Pulling
 from services.gateway.request.record import Record, now_ms
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.trace import RequestTrace
-from services.gateway.workers.lease import Lease
+from services.gateway.workers.lease import DetachedTicket, Lease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Generated, Pooling
-from services.protocol.ticket import Adapter, SamplingParams, Swapped, TicketState
+from services.protocol.ticket import Adapter, SamplingParams, Swapped, Ticket, TicketState
 from services.runtime.errors import DeadlineExceeded, Overloaded, Unavailable
 from services.runtime.logging import get_logger
 
@@ -55,6 +53,10 @@ or sent an impossible message. (`crash_attribution.py` counts lost workers as we
 
 
 _WAITS = (Phase.WAITING, Phase.PREEMPTED, Phase.LOST)
+
+Pull = Callable[[Ticket, str, str], Awaitable[DetachedTicket | None]]
+"""Copies a ticket's KV from the pool of the first id to the pool of the second; see
+`services.gateway.workers.movers`."""
 
 
 class RequestHost(Protocol):
@@ -103,7 +105,7 @@ class Request:
     def begin(self, host: RequestHost, order: int) -> None:
         """Enter the order of service at `order` (`queue_order`)."""
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
-        self._host = host
+        self.host = host
         self.status = RequestStatus.QUEUED
         self.attempt = Attempt(self.id, next(host.attempt_numbers))
         self.num_attempts, self.num_retries = 1, 0
@@ -115,7 +117,8 @@ class Request:
         self.tickets = Tickets(self, order)
         self.crash_attribution = CrashAttribution()
         self.record = self._new_record(order)
-        self.pulling = Pulling(host.pull)
+        self.pull_task: asyncio.Task[None] | None = None
+        """Copies the KV to another pool; None if nothing is copied."""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.watch_deadline()
 
@@ -239,7 +242,7 @@ class Request:
     def other_holders(self, pool_id: str) -> Holders:
         """The other requests of this gateway that hold most blocks of a pool."""
         name = client_id(self.id)
-        return tuple(one for one in self._host.holders(pool_id) if one[0] != name)
+        return tuple(one for one in self.host.holders(pool_id) if one[0] != name)
 
     # ── the client ───────────────────────────────────────────────────────────────────────────────
 
@@ -254,14 +257,14 @@ class Request:
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
         `Attempt.next_attempt`."""
-        self.pulling.cancel()
+        self._cancel_pull()
         self.record.enter(phase)
         self.crash_attribution.unassign()
         self.attempt = self.attempt.next_attempt(self.next_number())
         self.num_attempts += 1
         self.waiting_since = self.clock()
         self.move_to(RequestStatus.QUEUED)
-        self._host.on_queued(self)
+        self.host.on_queued(self)
 
     def detach(self, lease: Lease, state: TicketState) -> None:
         """Take note that the worker of a lease has detached its sequences."""
@@ -320,7 +323,7 @@ class Request:
         """
         if self.status is RequestStatus.ENDED:
             return
-        self.pulling.cancel()
+        self._cancel_pull()
         if aborts:
             self.crash_attribution.unassign()
             self.attempt.close()
@@ -329,11 +332,16 @@ class Request:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self.output.close(error)
-        self._host.on_closed(self, error)
+        self.host.on_closed(self, error)
+
+    def _cancel_pull(self) -> None:
+        task, self.pull_task = self.pull_task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
 
     def next_number(self) -> int:
         """The number of another attempt."""
-        return next(self._host.attempt_numbers)
+        return next(self.host.attempt_numbers)
 
     def move_to(self, status: RequestStatus) -> None:
         self.status = self.status.next(status)

@@ -1,8 +1,12 @@
-"""Sends a request to its workers: reserves slots, submits and admits its tickets, moves it."""
+"""Sends a request to its workers: reserves slots, submits and admits its tickets, moves it, and has
+its KV copied to another pool before it goes on there."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from blockstore.records import PrefixHash
+from services.gateway.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.events import Moved, Phase
 from services.gateway.request.request import Request
@@ -11,6 +15,10 @@ from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Pr
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Submit
 from services.protocol.ticket import Ticket
+from services.runtime.errors import QuireError
+from services.runtime.logging import get_logger
+
+log = get_logger(__name__)
 
 
 async def reserve(request: Request, decode: Worker, timeout_s: float) -> bool:
@@ -50,14 +58,13 @@ def submit(
         _submit(request, prefill, load, ticket)
         return
 
-    def go_on(_: object) -> None:
+    def go_on(_: DetachedTicket | None, _problem: str) -> None:
         if prefill.usable:
             _submit(request, prefill, load, replace(ticket, timeout_ms=request.timeout_ms()))
         else:
             request.requeue()
 
-    request.move_to(RequestStatus.PULLING)
-    request.pulling.begin(ticket, source_pool_id, pool_id, go_on, go_on)
+    _pull(request, ticket, source_pool_id, pool_id, go_on)
 
 
 def _submit(request: Request, prefill: Worker, load: PrefillLoad, ticket: Ticket) -> None:
@@ -91,9 +98,10 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
     """Copy the KV of the detached ticket to the pool of its decode worker, then admit it."""
     target = decode.member.pool_id
 
-    def on_pulled(pulled: DetachedTicket | None) -> None:
+    def go_on(pulled: DetachedTicket | None, problem: str) -> None:
         if pulled is None:
-            request.retry_or_fail(f"the mover of {target} answered without a ticket")
+            why = problem or "the mover answered without a ticket"
+            request.retry_or_fail(f"its KV was not copied to {target}: {why}")
             return
         request.attempt.replace_detached(pulled)
         cause = f"because {ticket.pool_id} had no slot for it"
@@ -101,13 +109,37 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
         request.output.stats.num_moves += 1
         admit(request)
 
-    def on_failure(reason: str) -> None:
-        request.retry_or_fail(f"its KV was not copied to {target}: {reason}")
-
-    request.move_to(RequestStatus.PULLING)
     request.record.enter(Phase.HAND_OFF)
     asked = request.tickets.admit(ticket, request.attempt.number)
-    request.pulling.begin(asked, ticket.pool_id, target, on_pulled, on_failure)
+    _pull(request, asked, ticket.pool_id, target, go_on)
+
+
+def _pull(
+    request: Request,
+    ticket: Ticket,
+    source_pool_id: str,
+    target_pool_id: str,
+    go_on: Callable[[DetachedTicket | None, str], None],
+) -> None:
+    """Copy a ticket's KV, in a task; then call `go_on` with the copied ticket, or with None if only
+    a prefix was copied, or nothing for the reason that it gets."""
+
+    async def run() -> None:
+        try:
+            go_on(await request.host.pull(ticket, source_pool_id, target_pool_id), "")
+        except Exception as error:  # our own fault must not leave the request without attempt
+            log.warning(
+                "pull_failed",
+                request_id=client_id(ticket.request_id),
+                source=source_pool_id,
+                target=target_pool_id,
+                reason=str(error),
+                exc_info=None if isinstance(error, QuireError) else error,
+            )
+            go_on(None, str(error))
+
+    request.move_to(RequestStatus.PULLING)
+    request.pull_task = asyncio.create_task(run(), name=f"pull {ticket.request_id}")
 
 
 def reserve_target(request: Request, target: Worker, cause: str) -> DecodeReservation:

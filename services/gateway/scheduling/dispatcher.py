@@ -1,11 +1,10 @@
 """Dispatcher: holds the requests of this gateway, and passes the messages of workers to them.
 
 `enqueue` queues a request under its model. Each model has a queue and a task that places the first
-request of the queue (`services.gateway.scheduling.placement`).
+request of the queue (`services.gateway.scheduling.model_queue`).
 """
 
 import asyncio
-import contextvars
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,13 +14,11 @@ from services.gateway.config import PartOptions
 from services.gateway.identity import client_id
 from services.gateway.request import worker_events
 from services.gateway.request.events import MAX_LISTED, Holders
-from services.gateway.request.pulling import Pull
-from services.gateway.request.request import Request
+from services.gateway.request.request import Pull, Request
 from services.gateway.request.resuming import adopt, resume
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
-from services.gateway.scheduling.placement import Placement
 from services.gateway.scheduling.retention import Retention
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.change_notifier import ChangeNotifier
@@ -69,7 +66,6 @@ class Dispatcher:
         self.pull = pull
         self._changes = changes
         self.retention = Retention(router, workers, options)
-        self._placement = Placement(workers, router, options, changes, self.retention)
         self._model_queues: dict[str, ModelQueue] = {}
         self._requests: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}
@@ -127,7 +123,7 @@ class Dispatcher:
         the tickets that workers park when this gateway's streams break. A second call does
         nothing."""
         self._draining = self._closed = True
-        tasks = [queue.task for queue in self._model_queues.values() if queue.task is not None]
+        tasks = [queue.task for queue in self._model_queues.values()]
         for task in tasks:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
@@ -268,9 +264,7 @@ class Dispatcher:
     def model_queue(self, model: str) -> ModelQueue:
         queue = self._model_queues.get(model)
         if queue is None:
-            queue = self._model_queues[model] = ModelQueue(model)
-            # In a context of its own, the task does not log under the id of its first request.
-            queue.task = asyncio.create_task(
-                self._placement.serve(queue), name=f"queue {model}", context=contextvars.Context()
+            queue = self._model_queues[model] = ModelQueue(
+                model, self._workers, self._router, self._options, self._changes, self.retention
             )
         return queue

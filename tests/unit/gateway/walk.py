@@ -15,8 +15,7 @@ from services.gateway.output.output import Output, RequestStats
 from services.gateway.output.sequence import OutputSequence
 from services.gateway.request import sending, worker_events
 from services.gateway.request.events import Holders
-from services.gateway.request.pulling import Pull
-from services.gateway.request.request import Request
+from services.gateway.request.request import Pull, Request
 from services.gateway.workers.movers import Movers
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.model.text.detokenizer import Detokenizer
