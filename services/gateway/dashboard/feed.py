@@ -1,12 +1,11 @@
-"""The feed: one document of the deployment's state, sent to all viewers as JSON merge patches.
+"""The feed: one document of the deployment's state, sent to all viewers as it is now.
 
-While someone views, a task builds the document twice a second and makes one patch (RFC 7386) from
-the document before. All viewers get the same bytes. A viewer that has not taken an update when the
-next one is there skips it: its next event is the whole document, so no queue grows for it.
+While someone views, a task builds the document twice a second. All viewers get the same bytes. A
+viewer that has not taken a document when the next one is there skips it, so no queue grows for it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from pydantic_core import to_json
@@ -18,31 +17,14 @@ from services.runtime.ticks import until_tick
 INTERVAL_S = 0.5
 MAX_VIEWERS = 32
 
-Document = Mapping[str, Any]
-
-
-def merge_patch(old: Document, new: Document) -> dict[str, Any]:
-    """The merge patch that makes `new` from `old`: null removes a key, so no value is null."""
-    patch: dict[str, Any] = {key: None for key in old if key not in new}
-    for key, value in new.items():
-        before = old.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            if change := merge_patch(before, value):
-                patch[key] = change
-        elif before != value:
-            patch[key] = value
-    return patch
-
 
 class Feed:
     """`build` makes the document. It is not called while nobody views."""
 
-    def __init__(self, build: Callable[[], Awaitable[Document]]) -> None:
+    def __init__(self, build: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._build = build
-        self._document: Document = {}
+        self._event = b""
         self._number = 0
-        self._patch = b""
-        self._whole = b""
         self._num_viewers = 0
         self._changes = ChangeNotifier()
         self._task: asyncio.Task[None] | None = None
@@ -56,14 +38,13 @@ class Feed:
         try:
             seen = 0
             while await self._newer_than(seen):
-                is_next = seen and seen == self._number - 1
                 seen = self._number
-                yield self._patch if is_next else self._snapshot()
+                yield self._event
         finally:
             self._num_viewers -= 1
             if not self._num_viewers and self._task is not None:
                 self._task.cancel()
-                self._task, self._document, self._number = None, {}, 0
+                self._task, self._number = None, 0
 
     def close(self) -> None:
         """End all streams, so that they do not delay the gateway's end."""
@@ -84,18 +65,7 @@ class Feed:
 
     async def _run(self) -> None:
         while True:
-            document = await self._build()
-            self._patch = _event("patch", merge_patch(self._document, document))
-            self._document, self._whole = document, b""
+            self._event = b"data: %b\n\n" % to_json(await self._build())
             self._number += 1
             self._changes.notify()
             await asyncio.sleep(until_tick(INTERVAL_S))
-
-    def _snapshot(self) -> bytes:
-        """The whole document, which is encoded only if a viewer needs it."""
-        self._whole = self._whole or _event("whole", self._document)
-        return self._whole
-
-
-def _event(name: str, data: Document) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(data))

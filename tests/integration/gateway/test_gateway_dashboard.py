@@ -68,30 +68,18 @@ class Page:
 
     async def documents(self) -> AsyncIterator[dict[str, Any]]:
         """The document after each update."""
-        document: dict[str, Any] = {}
         async with self.http.stream("GET", "/dashboard/feed") as answer:
             assert answer.status_code == 200
             async for line in answer.aiter_lines():
                 self.bytes += line.encode()
                 if line.startswith("data: "):
-                    merge(document, json.loads(line.removeprefix("data: ")))
-                    yield document
+                    yield json.loads(line.removeprefix("data: "))
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         async for document in self.documents():
             if holds(document):
                 return document
         raise AssertionError("the feed has ended")
-
-
-def merge(target: dict[str, Any], patch: dict[str, Any]) -> None:
-    for key, value in patch.items():
-        if value is None:
-            target.pop(key, None)
-        elif isinstance(value, dict):
-            merge(target.setdefault(key, {}), value)
-        else:
-            target[key] = value
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The dashboard's feed: patches, viewers that join, leave and are slow, and access."""
+"""The dashboard's feed: viewers that join, leave and are slow, and access."""
 
 import asyncio
 import json
@@ -6,22 +6,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from services.gateway.access.local_only import check_local
 from services.gateway.dashboard import feed as feed_module
-from services.gateway.dashboard.feed import MAX_VIEWERS, Feed, merge_patch
+from services.gateway.dashboard.feed import MAX_VIEWERS, Feed
 from services.runtime.errors import Overloaded
 from tests.waiting import until
-
-KEYS = st.sampled_from("abc")
-DOCUMENTS = st.recursive(
-    st.dictionaries(KEYS, st.one_of(st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2))),
-    lambda inner: st.dictionaries(KEYS, st.one_of(st.integers(0, 3), inner)),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -38,43 +30,17 @@ class Source:
         if self.error is not None:
             raise self.error
         self.num_built += 1
-        return {"number": self.num_built, "same": {"a": 1}}
+        return {"number": self.num_built}
 
 
-def apply(document: Any, patch: Any) -> Any:
-    """Apply a merge patch as in RFC 7386."""
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(document) if isinstance(document, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = apply(result.get(key), value)
-    return result
-
-
-def parsed(event: bytes) -> tuple[str, Any]:
-    first, second, _ = event.decode().split("\n", 2)
-    return first.removeprefix("event: "), json.loads(second.removeprefix("data: "))
+def parsed(event: bytes) -> Any:
+    assert event.endswith(b"\n\n")
+    return json.loads(event.removeprefix(b"data: "))
 
 
 async def to_the_end(events: AsyncGenerator[bytes, None]) -> None:
     async for _ in events:
         pass
-
-
-async def following(events: AsyncGenerator[bytes, None], document: Any = None) -> Any:
-    """The document after one more event."""
-    name, data = parsed(await anext(events))
-    return data if name == "whole" else apply(document, data)
-
-
-@given(DOCUMENTS, DOCUMENTS)
-def test_patch_makes_the_new_document_of_the_old_one(old: Any, new: Any) -> None:
-    patch = merge_patch(old, new)
-    assert apply(old, patch) == new
-    assert (patch == {}) == (old == new)
 
 
 async def test_nothing_is_built_while_nobody_views() -> None:
@@ -87,7 +53,7 @@ async def test_nothing_is_built_while_nobody_views() -> None:
     await asyncio.sleep(0.02)
     assert source.num_built == built
     again = feed.events()
-    assert parsed(await anext(again))[0] == "whole"
+    assert parsed(await anext(again))["number"] > built
     await again.aclose()
 
 
@@ -97,24 +63,20 @@ async def test_all_viewers_get_the_same_bytes_of_one_update() -> None:
     one, other = feed.events(), feed.events()
     await asyncio.gather(anext(one), anext(other))
     first, second = await asyncio.gather(anext(one), anext(other))
-    name, data = parsed(first)
-    assert (name, data) == ("patch", {"number": source.num_built})  # not what stayed the same
+    assert parsed(first) == {"number": source.num_built}
     assert first is second
     await one.aclose()
     await other.aclose()
 
 
-async def test_slow_viewer_skips_updates_and_gets_the_whole_document() -> None:
+async def test_slow_viewer_skips_updates() -> None:
     source = Source()
     feed = Feed(source.build)
     slow = feed.events()
-    document = await following(slow)
+    await anext(slow)
     missed = source.num_built + 3
     await until(lambda: source.num_built >= missed)
-    name, document = parsed(await anext(slow))
-    assert (name, document["number"] >= missed) == ("whole", True)
-    document = await following(slow, document)
-    assert document["same"] == {"a": 1}
+    assert parsed(await anext(slow))["number"] >= missed
     await slow.aclose()
 
 
@@ -128,7 +90,7 @@ async def test_fault_of_the_document_reaches_every_viewer_and_ends_with_it() -> 
         await to_the_end(events)
     source.error = None
     again = feed.events()
-    assert parsed(await anext(again))[0] == "whole"
+    assert parsed(await anext(again)) == {"number": source.num_built}
     await again.aclose()
 
 

@@ -1,18 +1,7 @@
-// Follows /dashboard/feed: a document, then JSON merge patches (RFC 7386). Connects again by itself.
+// Follows /dashboard/feed, whose events are whole documents. Connects again by itself.
 
 const SILENCE_MS = 5000; // the gateway sends two updates a second
 const BACKOFF_MS = [300, 600, 1200, 2500, 5000];
-
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
-
-export function merge(target, patch) {
-  for (const [key, value] of Object.entries(patch)) {
-    if (value === null) delete target[key];
-    else if (isObject(value)) target[key] = merge(isObject(target[key]) ? target[key] : Object.create(null), value);
-    else target[key] = value;
-  }
-  return target;
-}
 
 export const key = {
   get: () => sessionStorage.getItem("quire-key"),
@@ -57,14 +46,12 @@ export async function follow(onDocument, onStatus) {
         continue;
       }
       if (!response.ok) throw new Error(await problemOf(response));
-      let doc = Object.create(null);
       for await (const arrived of arrivals(response)) {
         heard();
-        for (const { name, data } of arrived) {
-          doc = merge(name === "whole" ? Object.create(null) : doc, JSON.parse(data));
+        for (const { data } of arrived) {
           tries = 0;
           onStatus("live");
-          onDocument(doc, name === "whole");
+          onDocument(JSON.parse(data));
         }
       }
       throw new Error("the gateway has ended the connection");

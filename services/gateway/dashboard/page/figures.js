@@ -5,10 +5,10 @@ import { byId, count, duration, h, percent, svg, workerName } from "./dom.js";
 const WINDOW_MS = 60_000;
 let history = []; // {at, doc fields that only grow}
 
-export function remember(doc, isNew) {
+export function remember(doc) {
   const pools = Object.values(doc.pools);
   const sum = (name) => pools.reduce((total, pool) => total + pool[name], 0);
-  if (isNew && history.length && doc.generated_tokens < history.at(-1).generated) history = []; // the gateway restarted
+  if (history.length && doc.generated_tokens < history.at(-1).generated) history = []; // the gateway restarted
   history.push({ at: doc.now_ms, failed: failures(doc), generated: doc.generated_tokens, ttft: doc.ttft.counts, itl: doc.inter_token.counts, queries: sum("queries"), hits: sum("hits") });
   history = history.filter(({ at }) => at > doc.now_ms - WINDOW_MS);
 }

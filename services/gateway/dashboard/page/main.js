@@ -25,9 +25,9 @@ function render() {
   renderDistribution("itl", "itl", doc.inter_token, "tokens");
 }
 
-function onDocument(doc, isNew) {
+function onDocument(doc) {
   latest = doc;
-  remember(doc, isNew);
+  remember(doc);
   warn(doc.block_manager ? "" : "The block manager does not answer: the block maps, audits and reaping wait for it. Requests go on.");
   drawing ||= requestAnimationFrame(render);
 }
