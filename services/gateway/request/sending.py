@@ -13,7 +13,7 @@ from services.gateway.request.request import Request
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, PrefillLease
 from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.messages import Admit, Submit
+from services.protocol.messages import Admit, HandOver, Submit
 from services.protocol.ticket import Ticket
 from services.runtime.errors import QuireError
 from services.runtime.logging import get_logger
@@ -153,13 +153,13 @@ def reserve_target(request: Request, target: Worker, cause: str) -> DecodeReserv
 
 
 def request_move(request: Request, target: DecodeReservation) -> bool:
-    """Ask for the hand-over, once the target has answered. False: the target refused or did not
-    answer, or another move has replaced this one."""
+    """Ask the decode worker to detach the sequences and to return their ticket, once the target has
+    answered. False: the target refused or did not answer, or another move has replaced this one."""
     decode = request.attempt.decode
     if request.attempt.target is not target or decode is None:
         return False
     if target.granted:
-        decode.request_hand_over()
+        decode.worker.send(HandOver(request.id, decode.attempt))
     else:
         target.abort()
     return target.granted

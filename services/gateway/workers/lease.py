@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from services.gateway.identity import client_id
 from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.messages import HandOver, Reserve, Submit
+from services.protocol.messages import Reserve, Submit
 from services.protocol.ticket import Ticket
 from services.runtime.logging import get_logger
 
@@ -67,7 +67,6 @@ class DecodeReservation(Lease):
     def __init__(self, worker: Worker, request_id: str, attempt: int, num_sequences: int) -> None:
         super().__init__(worker, request_id, attempt)
         self._num_asked = self._num_taken = num_sequences
-        self._is_hand_over_requested = False
         self._answer: bool | None = None
         self._answered = asyncio.Event()
         worker.num_taken_slots += num_sequences
@@ -109,13 +108,6 @@ class DecodeReservation(Lease):
     def abort_sequence(self, index: int) -> None:
         """Tell the worker to end one sequence and to continue the others."""
         self.worker.abort(self.request_id, self.attempt, index)
-
-    def request_hand_over(self) -> None:
-        """Ask the worker to detach the sequences and to return their ticket. Only the first call
-        sends a message."""
-        if not self._is_hand_over_requested:
-            self._is_hand_over_requested = True
-            self.worker.send(HandOver(self.request_id, self.attempt))
 
     def abort(self) -> None:
         """See `Lease.abort`. A worker that refused has nothing to end."""
