@@ -1,6 +1,5 @@
 """Times the kernels of a model one by one: seconds, bytes and operations a second."""
 
-import argparse
 import ctypes
 import itertools
 import os
@@ -11,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.steps import BLOCK_SIZE
 from kvops import int8_kv
-from kvops.int8_kv import SCALE_BYTES
 from kvops.native import Kind, Lane, NativeCpu, PackedLinear, aligned, packed_bytes
 from services.model.config.model_config import ModelConfig
 
-_BLOCK_SIZE = 16
+if TYPE_CHECKING:
+    from bench.engine import Options
+
 _MIN_S = 0.3
 _MOST_DECODING = 64
 _READ_BYTES, _COLUMNS, _DEPTH, _TILE_PRODUCTS = 256 << 20, 512, 512, 50_000
@@ -35,8 +36,9 @@ _KINDS: dict[str | None, Kind] = {
 }
 
 
-def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> Iterator[str]:
+def kernels(config: ModelConfig, args: "Options") -> Iterator[str]:
     """A line for each kernel and number of rows."""
+    num_threads = len(args.cpus) or args.threads
     cpu = NativeCpu(num_threads)
     if args.cpus:
         cpu.assign([Lane(index) for index in args.cpus])
@@ -51,7 +53,7 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
         for in_int8 in (False, True) if args.kv_dtype == "int8" else (False,):
             times = _time_attention(cpu, config, rows, args.context, args.shared, in_int8)
-            head_bytes = config.head_dim + SCALE_BYTES if in_int8 else 2 * config.head_dim
+            head_bytes = config.head_dim + int8_kv.SCALE_BYTES if in_int8 else 2 * config.head_dim
             num_bytes = 2 * rows * args.context * config.num_kv_heads * head_bytes
             operations = 4 * rows * args.context * config.num_heads * config.head_dim
             name = "int8 KV" if in_int8 else "attention"
@@ -135,9 +137,9 @@ def _time_attention(
     cpu: NativeCpu, config: ModelConfig, rows: int, context: int, num_shared: int, in_int8: bool
 ) -> list[float]:
     """Seconds of one layer of rows that decode, of whose positions all have the first in common."""
-    common = num_shared // _BLOCK_SIZE
-    blocks = -(-context // _BLOCK_SIZE) - common
-    shape = (config.num_layers, 2, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    common = num_shared // BLOCK_SIZE
+    blocks = -(-context // BLOCK_SIZE) - common
+    shape = (config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     kv = torch.randn(common + rows * blocks, *shape).bfloat16()
     if in_int8:
         kv = int8_kv.quantize(kv)

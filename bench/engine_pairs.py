@@ -4,7 +4,6 @@ the masks of structured output, in turn."""
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -14,9 +13,10 @@ from typing import Any
 
 import torch
 
-from services.engine.batch import Draw, LoadedAdapter, Row, RowResult
+from bench.harness import in_turn
+from bench.steps import GREEDY, Steps
+from services.engine.batch import Draw, LoadedAdapter, RowResult
 from services.engine.models import Model
-from services.engine.runner import Runner
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
 from services.model.checkpoint.adapter import AdapterFiles
@@ -27,7 +27,6 @@ from services.model.text.tokenizer import Tokenizer
 from services.protocol.ticket import SamplingParams
 from tests.adapters import make_adapter
 
-GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 _PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 _RANKED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -61,13 +60,14 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Medians; `ratio`: of the ratios of pairs."""
+    """Medians of steps with something and without it."""
 
     what: str
     streams: int
     plain_ms: float
     with_ms: float
     ratio: float
+    """The median of the ratios of pairs."""
 
     def __str__(self) -> str:
         return (
@@ -76,63 +76,58 @@ class Pairs:
         )
 
 
-def in_turn(what: str, streams: int, rounds: int, step: Callable[[int, bool], float]) -> Pairs:
-    """`step`: the seconds of a step of a round, with it or without."""
-    pairs = []
-    for number in range(rounds):
-        order = (True, False) if number % 2 else (False, True)
-        seconds = {is_with: step(number, is_with) for is_with in order}
-        pairs.append((seconds[False], seconds[True]))
-    plain, other = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(other / plain for plain, other in pairs)
-    return Pairs(what, streams, plain, other, ratio)
-
-
-@dataclass(frozen=True, slots=True)
 class Streams:
     """Decoding streams, each with a prompt of `context` - 1 tokens. A step draws the token behind
     it, and leaves the stream as it was."""
 
-    runner: Runner
-    table: Callable[[int], range]
-    number: int
-    context: int
-
-    def prefill(self) -> None:
-        for row in range(self.number):
-            tokens = [7 + row] * (self.context - 1)
-            self.runner.launch([Row(tokens, 0, self.table(row))]).result()
+    def __init__(self, steps: Steps, number: int, context: int, rounds: int) -> None:
+        self.number, self.context = number, context
+        self.config, self.model = steps.model.config, steps.model
+        self._steps, self._rounds = steps, rounds
+        for row in range(number):
+            steps.prefill(row, [7 + row] * (context - 1), context)
 
     def step(
-        self, draws: Sequence[Draw], adapters: Sequence[LoadedAdapter | None]
+        self, draws: Sequence[Draw], adapters: Sequence[LoadedAdapter | None] = ()
     ) -> tuple[float, list[RowResult]]:
-        """The seconds of a step, and what it drew."""
+        """The seconds of a step, and what it draws."""
         rows = [
-            Row([9], self.context - 1, self.table(row), draws=(draw,), adapter=adapter)
-            for row, (draw, adapter) in enumerate(zip(draws, adapters, strict=True))
+            self._steps.row(row, [9], self.context - 1, (draw,)) for row, draw in enumerate(draws)
         ]
-        began = time.perf_counter()
-        with torch.inference_mode():
-            results = self.runner.launch(rows).result()
-        return time.perf_counter() - began, list(results)
+        if adapters:
+            pairs = zip(rows, adapters, strict=True)
+            rows = [replace(row, adapter=adapter) for row, adapter in pairs]
+        return self._steps.timed(rows)
+
+    def greedy(self, _: int = 0) -> float:
+        """The seconds of a step without anything."""
+        return self.step([GREEDY] * self.number)[0]
+
+    def pairs(
+        self, what: str, step: Callable[[int], float], plain: Callable[[int], float] | None = None
+    ) -> Pairs:
+        """Steps in turn with plain ones, which are greedy by default. Each call gets the number of
+        its round and returns the seconds of its step."""
+        found = in_turn({"plain": plain or self.greedy, "with": step}, self._rounds)
+        ratios = [b / a for a, b in zip(found["plain"], found["with"], strict=True)]
+        plain_s, with_s = (statistics.median(seconds) for seconds in found.values())
+        ratio = statistics.median(ratios)
+        return Pairs(what, self.number, 1000 * plain_s, 1000 * with_s, ratio)
 
 
-def sampling(model: Model, streams: Streams, rounds: int) -> Iterator[Pairs]:
-    """Beside greedy steps. Penalties count random tokens, of which half were generated."""
-    streams.prefill()
-    number, context = streams.number, streams.context
+def sampling(streams: Streams) -> Iterator[Pairs]:
+    """Penalties count random tokens, of which half were generated."""
+    shape = (streams.number, streams.context)
     generator = torch.Generator().manual_seed(0)
-    shape = (number, context)
-    texts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+    texts = torch.randint(0, streams.config.vocab_size, shape, generator=generator).tolist()
 
-    def step(params: SamplingParams, _: int, draws_so: bool) -> float:
-        histories = [PenaltyState(params, text, context // 2, [0]) for text in texts]
+    def step(params: SamplingParams, _: int) -> float:
+        histories = [PenaltyState(params, text, streams.context // 2, [0]) for text in texts]
         draws = [Draw(params, row, each.adjustment()) for row, each in enumerate(histories)]
-        plain = [Draw(GREEDY, 0)] * number
-        return streams.step(draws if draws_so else plain, [None] * number)[0]
+        return streams.step(draws)[0]
 
     for what, changes in SAMPLINGS.items():
-        yield in_turn(what, number, rounds, partial(step, replace(GREEDY, **changes)))
+        yield streams.pairs(what, partial(step, replace(GREEDY.sampling, **changes)))
 
 
 def random_adapter(model: Model, checkpoint: Path, rank: int, seed: int) -> LoadedAdapter:
@@ -143,13 +138,10 @@ def random_adapter(model: Model, checkpoint: Path, rank: int, seed: int) -> Load
         return LoadedAdapter(files.digest, model.load_adapter(files))
 
 
-def adapters(
-    model: Model, streams: Streams, checkpoint: Path, rank: int, rounds: int
-) -> Iterator[Pairs]:
-    streams.prefill()
+def adapters(streams: Streams, checkpoint: Path, rank: int) -> Iterator[Pairs]:
     number = streams.number
     seeds = range(min(NUM_ADAPTERS, number))
-    loaded = [random_adapter(model, checkpoint, rank, seed) for seed in seeds]
+    loaded = [random_adapter(streams.model, checkpoint, rank, seed) for seed in seeds]
     none: list[LoadedAdapter | None] = [None] * number
     kinds: dict[str, list[LoadedAdapter | None]] = {
         f"1 adapter of rank {rank}": [loaded[0]] * number,
@@ -159,17 +151,16 @@ def adapters(
         "1 row with an adapter": [*none[1:], loaded[0]],
     }
 
-    def step(of_rows: list[LoadedAdapter | None], _: int, adapts: bool) -> float:
-        return streams.step([Draw(GREEDY, 0)] * number, of_rows if adapts else none)[0]
+    def step(of_rows: list[LoadedAdapter | None], _: int) -> float:
+        return streams.step([GREEDY] * number, of_rows)[0]
 
     for what, of_rows in kinds.items():
-        yield in_turn(what, number, rounds, partial(step, of_rows))
+        yield streams.pairs(what, partial(step, of_rows))
 
 
-def structured(model: Model, streams: Streams, directory: Path, rounds: int) -> Iterator[Pairs]:
+def structured(streams: Streams, directory: Path) -> Iterator[Pairs]:
     """Each stream writes a text of `SCHEMA`, as the model draws it, and another when it ends."""
-    streams.prefill()
-    eos, vocab_size = model.config.eos_token_ids, model.config.vocab_size
+    eos, vocab_size = streams.config.eos_token_ids, streams.config.vocab_size
     compiled: Future[Compiled] = Future()
     vocabulary = Vocabulary.of(Tokenizer.from_directory(directory), vocab_size, eos)
     structure = Structure(StructureKind.JSON, json.dumps(SCHEMA))
@@ -177,12 +168,12 @@ def structured(model: Model, streams: Streams, directory: Path, rounds: int) -> 
     texts: list[list[int]] = [[] for _ in range(streams.number)]
     states = [GrammarState(Grammar(compiled, vocab_size), text, 0) for text in texts]
 
-    def step(temperature: float, number: int, masks: bool) -> float:
-        params = replace(GREEDY, temperature=temperature, seed=number)
+    def step(temperature: float, masks: bool, number: int) -> float:
+        params = SamplingParams(temperature=temperature, seed=number)
         draws = [
             Draw(params, row, grammar=state if masks else None) for row, state in enumerate(states)
         ]
-        seconds, results = streams.step(draws, [None] * streams.number)
+        seconds, results = streams.step(draws)
         for text, result in zip(texts, results if masks else (), strict=False):
             assert isinstance(result, tuple), result
             text += result
@@ -191,4 +182,5 @@ def structured(model: Model, streams: Streams, directory: Path, rounds: int) -> 
         return seconds
 
     for what, temperature in (("greedy", 0.0), ("temperature", 0.8)):
-        yield in_turn(what, streams.number, rounds, partial(step, temperature))
+        plain, masked = (partial(step, temperature, masks) for masks in (False, True))
+        yield streams.pairs(what, masked, plain)

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from bench.harness import markdown
 from bench.load import Prompts
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.tables import markdown
 from blockstore.hashing import root_hash
 from blockstore.redis_registry import RedisRegistry
 from quire.async_client import AsyncClient

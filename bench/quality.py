@@ -22,10 +22,10 @@ from typing import get_args
 
 import torch
 
+from bench.harness import markdown
 from bench.peers import OPENVINO
 from bench.peers.openvino import OpenVino
 from bench.peers.peer import Dtype, json_lines, output_of
-from bench.tables import markdown
 from quire import LLM, Sampling
 from quire.supervisor.model_source import find_model
 from tests.real_models import transformers_model, transformers_tokenizer

@@ -14,7 +14,6 @@ Each starts `quire serve` by itself and prints a markdown table. A drain may tak
 either worker, and 20 ms.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,12 +22,17 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from bench.tables import markdown, totals
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.harness import markdown, one_of, options
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.reports import Worker
@@ -45,12 +49,24 @@ _VICTIMS = (
     "services.block_manager",
     "valkey",
 )
+_COMPUTED, _LISTENING = "quire:prompt_tokens_total", "metrics_listening"
 _NUM_PROMPT_TOKENS, _NUM_CRASH_TOKENS = 64, 700
 _KILLED_AFTER = 30
 """The number of tokens that the slowest stream has when its worker is killed."""
 _WATCHED_S, _CONNECTED_S, _ALLOWED_MS = 1.0, 1.5, 20.0
 """How long the streams are watched before and after a drain; the time in which the gateway finds a
 new worker; what a drain may take beside two steps."""
+
+
+@dataclass(frozen=True)
+class Options:
+    what: str = one_of(("restart", "crash", "drain"), "restart", first=True)
+    model: str = "demo"
+    streams: int = 16
+    """The number of streams of each decode worker."""
+    repeats: int = 3
+    sampled: bool = False
+    """Whether tokens are drawn; otherwise they are greedy."""
 
 
 @dataclass
@@ -91,7 +107,7 @@ def _streams(num: int, sampled: bool, num_tokens: int | None, seed: int = 0) -> 
     ]
 
 
-async def restart(deployment: Deployment, client: AsyncClient, args: argparse.Namespace) -> str:
+async def restart(deployment: Deployment, client: AsyncClient, args: Options) -> str:
     rows = []
     for victim in _VICTIMS:
         times = [await _after_kill(deployment, client, victim) for _ in range(args.repeats)]
@@ -170,7 +186,7 @@ class Crash:
     num_wrong: int
 
 
-async def crash(deployment: Deployment, client: AsyncClient, args: argparse.Namespace) -> str:
+async def crash(deployment: Deployment, client: AsyncClient, args: Options) -> str:
     crashes = [await _crash(deployment, client, args, seed) for seed in range(args.repeats)]
     pauses = [pause for each in crashes for pause in each.pauses_ms]
     rows = [
@@ -192,9 +208,7 @@ def _ms(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.0f} ms, {max(values):.0f} ms"
 
 
-async def _crash(
-    deployment: Deployment, client: AsyncClient, args: argparse.Namespace, seed: int
-) -> Crash:
+async def _crash(deployment: Deployment, client: AsyncClient, args: Options, seed: int) -> Crash:
     """Run the streams alone, then once more with a kill of one of the two decode workers."""
     alone, disturbed = (
         _streams(2 * args.streams, args.sampled, _NUM_CRASH_TOKENS, seed) for _ in range(2)
@@ -204,7 +218,8 @@ async def _crash(
     await quiet(client)
     tasks = [asyncio.create_task(stream.run(client)) for stream in disturbed]
     await asyncio.gather(*(stream.in_the_middle.wait() for stream in disturbed))
-    computed, victim = _num_computed(deployment), deployment.running("--role=decode")[0]
+    computed = _worker_totals(deployment)[_COMPUTED]
+    victim = deployment.running("--role=decode")[0]
     killed_at = time.time()
     os.kill(victim, signal.SIGKILL)
     await asyncio.gather(*tasks)
@@ -219,7 +234,7 @@ async def _crash(
         reaped_ms=1000 * (reaped - killed_at),
         set_back_ms=1000 * (set_back - killed_at),
         pauses_ms=[max(stream.gaps_ms(killed_at), default=0.0) for stream in hit],
-        num_recomputed_tokens=(_num_computed(deployment) - computed) / len(hit),
+        num_recomputed_tokens=(_worker_totals(deployment)[_COMPUTED] - computed) / len(hit),
         usual_ms=statistics.median(gap for stream in alone for gap in stream.gaps_ms(0.0)),
         num_wrong=sum(a.tokens != b.tokens for a, b in zip(alone, disturbed, strict=True)),
     )
@@ -238,18 +253,25 @@ def _at(event: dict[str, str]) -> float:
     return datetime.fromisoformat(event["timestamp"]).timestamp()
 
 
-def _worker_totals(deployment: Deployment) -> "dict[str, float]":
+def _worker_totals(deployment: Deployment) -> Mapping[str, float]:
     """The counters of all workers, from the ports that their log lines name."""
-    lines = [line for line in deployment.log.read_text().splitlines() if line.startswith("{")]
-    events = [json.loads(line) for line in lines if "metrics_listening" in line]
-    return dict(totals(*(f"127.0.0.1:{event['port']}" for event in events)))
+    events = [event for name, event in _logged_since(deployment, 0.0) if name == _LISTENING]
+    return _totals(*(f"http://127.0.0.1:{event['port']}" for event in events))
 
 
-def _num_computed(deployment: Deployment) -> float:
-    return _worker_totals(deployment)["quire:prompt_tokens_total"]
+def _totals(*urls: str) -> Mapping[str, float]:
+    """The sum of all samples of each name, over the processes whose metrics are there; a process
+    that has left counts nothing."""
+    sums = defaultdict[str, float](float)
+    for url in urls:
+        with suppress(httpx.ConnectError):
+            for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+                for sample in family.samples:
+                    sums[sample.name] += sample.value
+    return sums
 
 
-async def drain(deployment: Deployment, client: AsyncClient, args: argparse.Namespace) -> str:
+async def drain(deployment: Deployment, client: AsyncClient, args: Options) -> str:
     header = ["streams moved", "tokens recomputed", "blocks copied", "step before, ms"]
     header += ["step after, ms", "longest gap, p50, ms", "longest gap, max, ms", "allowed, ms"]
     return markdown(header, [await _drain(deployment, client, args.streams)])
@@ -287,9 +309,9 @@ async def _drain(deployment: Deployment, client: AsyncClient, num_streams: int) 
 def _counters(deployment: Deployment) -> tuple[float, float, float]:
     """Moves of the gateway, tokens that workers have computed, and blocks that they have copied."""
     workers = _worker_totals(deployment)
-    moves = totals(deployment.http.removeprefix("http://"))["quire:num_moves_total"]
+    moves = _totals(deployment.http)["quire:num_moves_total"]
     copied = workers["quire:swapped_out_blocks_total"] + workers["quire:swapped_in_blocks_total"]
-    return moves, workers["quire:prompt_tokens_total"], copied
+    return moves, workers[_COMPUTED], copied
 
 
 async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> None:
@@ -299,22 +321,14 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
     await until(there, holds, limit_s=30)
 
 
-async def _measure(deployment: Deployment, args: argparse.Namespace) -> str:
+async def _measure(deployment: Deployment, args: Options) -> str:
     async with AsyncClient(deployment.address, operations=deployment.operations) as client:
         of_kind = {"restart": restart, "crash": crash, "drain": drain}[args.what]
         return await of_kind(deployment, client, args)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", nargs="?", choices=("restart", "crash", "drain"), default="restart")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--streams", type=int, default=16, help="of each decode worker")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sampled", action="store_true", help="draws instead of greedy tokens")
-    args = parser.parse_args()
+    args = options(Options, __doc__)
     for role in ("PREFILL", "DECODE"):
         os.environ[f"QUIRE_{role}_METRICS_PORT"] = "0"
     sizes = ("--decode", "2") if args.what == "crash" else ()

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.harness import markdown
 from bench.load import GrpcTarget, Prompts, Record, poisson, send_all
-from bench.tables import markdown
 from quire.async_client import AsyncClient
 from quire.types import Sampling
 from tests.e2e.deployment import serving

@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 import kvops
 from bench.gpu.check import Check, Machine, Passed, Skipped, compare, same_bits, worst
-from bench.gpu.paged import Geometry, PagedBatch, attend, fill_nan, paged_batch
+from bench.gpu.paged import Geometry, PagedBatch, attend, fill_nan, paged_batch, step_of
 from kvops import AttentionShape, Backend, fp8
-from kvops.step import AttentionStep, page_facts
 
 Rows = list[tuple[int, int]]
 
@@ -41,46 +39,46 @@ FLASH = Geometry(256, num_heads=16, num_kv_heads=4, head_dim=128, dtype=BF16)
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    ops, reference = kvops.backend("triton"), kvops.backend("reference")
     for geometry in machine.pick(GEOMETRIES, TINY_GEOMETRIES):
         dtype = str(geometry.dtype).removeprefix("torch.")
         name = (
             f"{dtype}, {geometry.num_heads}/{geometry.num_kv_heads} heads of {geometry.head_dim}, "
             f"blocks of {geometry.block_size}"
         )
-
-        yield (
-            f"equals the reference, {name}",
-            partial(_against_reference, machine, ops, reference, geometry),
-        )
-        yield f"same bits in every batch, {name}", partial(_invariance, machine, ops, geometry)
-    yield "NaN beside rows, whole blocks", lambda: _beside_nan(machine, ops, reference)
-    yield "contexts of 0 beside others", lambda: _without_context(machine, ops, reference)
-    yield "sinks", lambda: _sinks(machine, ops, reference)
-    yield "flash equals the reference", lambda: _flash(machine, reference)
-    yield "keys and values in fp8", lambda: _in_fp8(machine, ops, reference)
-    yield "flashinfer equals the reference", lambda: _flashinfer(machine, reference, FLASHINFER)
+        yield f"equals the reference, {name}", partial(equals_reference, machine, geometry)
+        yield f"same bits in every batch, {name}", partial(invariance, machine, geometry)
+    yield "NaN beside rows, whole blocks", lambda: _beside_nan(machine)
+    yield "contexts of 0 beside others", lambda: _without_context(machine)
+    yield "sinks", lambda: _sinks(machine)
+    yield "flash equals the reference", lambda: _flash(machine)
+    yield "keys and values in fp8", lambda: _in_fp8(machine)
+    yield "flashinfer equals the reference", lambda: _flashinfer(machine, FLASHINFER)
     in_fp8 = replace(FLASHINFER, in_fp8=True)
-    yield "flashinfer in fp8", lambda: _flashinfer(machine, reference, in_fp8)
+    yield "flashinfer in fp8", lambda: _flashinfer(machine, in_fp8)
     yield "flashinfer in several runs", lambda: _several_runs(machine)
 
 
-def _against_reference(
-    machine: Machine, ops: Backend, reference: Backend, geometry: Geometry
-) -> Passed:
-    """Compare with the reference. All positions that no query sees are NaN."""
-    all_rows = machine.pick(ROWS, TINY_ROWS)
-    shares = []
-    for rows in all_rows:
-        for window in (None, 40):
-            batch = paged_batch(geometry, rows, seed=len(rows), window=window)
-            expected = attend(reference, batch, window)
-            shares.append(compare(attend(ops, machine.moved(batch), window), expected))
-    return worst(shares, f"{len(shares)} batches")
+def _error(machine: Machine, batch: PagedBatch, window: int | None = None) -> float:
+    """The largest error, as a share of what is allowed."""
+    found = attend(machine.ops, machine.moved(batch), window)
+    return compare(found, attend(machine.reference, batch, window))
 
 
-def _invariance(machine: Machine, ops: Backend, geometry: Geometry) -> Passed:
+def equals_reference(machine: Machine, geometry: Geometry) -> Passed:
+    """All positions that no query sees are NaN."""
+    return worst(
+        (
+            _error(machine, paged_batch(geometry, rows, len(rows), window), window)
+            for rows in machine.pick(ROWS, TINY_ROWS)
+            for window in (None, 40)
+        ),
+        "batches",
+    )
+
+
+def invariance(machine: Machine, geometry: Geometry) -> Passed:
     """Each row alone and among others; and the same call twice. A decode step and a prefill."""
+    ops = machine.ops
     decode = [
         (1, context) for context in machine.pick([1, 200, 256, 257, 700, 2000, 5000], [1, 300])
     ]
@@ -96,68 +94,51 @@ def _invariance(machine: Machine, ops: Backend, geometry: Geometry) -> Passed:
     return Passed(f"{len(decode) * machine.pick(8, 1)} decoding rows and {len(prefill)} prompts")
 
 
-def _beside_nan(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+def _beside_nan(machine: Machine) -> Passed:
     """Rows that fill a few slots of blocks of 256, whose other slots are NaN."""
     geometry = Geometry(256, num_heads=8, num_kv_heads=2, head_dim=64, dtype=machine.half)
-    shares = []
-    for rows in ([(1, 1), (1, 257), (1, 511)], [(5, 5), (3, 258)]):
-        batch = paged_batch(geometry, rows, seed=5)
-        shares.append(compare(attend(ops, machine.moved(batch)), attend(reference, batch)))
-    return worst(shares, "5 rows")
+    batches = ([(1, 1), (1, 257), (1, 511)], [(5, 5), (3, 258)])
+    return worst((_error(machine, paged_batch(geometry, rows, 5)) for rows in batches), "batches")
 
 
-def _without_context(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+def _without_context(machine: Machine) -> Passed:
     """The padded rows of CUDA graphs: with and without splits."""
     geometry = Geometry(16, num_heads=8, num_kv_heads=2, head_dim=64, dtype=machine.half)
-    shares = []
-    for rows in ([(1, 1), (1, 20)], [(1, 1), (1, 600)]):
-        batch = paged_batch(geometry, rows, seed=6)
+    batches = [paged_batch(geometry, [(1, 1), (1, context)], seed=6) for context in (20, 600)]
+    for batch in batches:
         batch.context_lens[0] = 0
-        shares.append(compare(attend(ops, machine.moved(batch)), attend(reference, batch)))
-    return worst(shares, "2 steps")
+    return worst((_error(machine, batch) for batch in batches), "steps")
 
 
-def _sinks(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+def _sinks(machine: Machine) -> Passed:
     """gpt-oss: 8 query heads for each KV head, and a window in every second layer."""
     geometry = Geometry(16, num_heads=16, num_kv_heads=2, head_dim=64, dtype=machine.half)
     sinks, shares = torch.linspace(-3, 3, 16), []
     for rows in machine.pick(ROWS, TINY_ROWS):
         for window in (None, 128):
             batch = paged_batch(geometry, rows, seed=len(rows), window=window)
-            found = attend(ops, machine.moved(batch), window, sinks=sinks.to(machine.device))
-            shares.append(compare(found, attend(reference, batch, window, sinks=sinks)))
-    return worst(shares, f"{len(shares)} batches")
+            there = machine.moved(batch)
+            found = attend(machine.ops, there, window, sinks=sinks.to(machine.device))
+            shares.append(compare(found, attend(machine.reference, batch, window, sinks=sinks)))
+    return worst(shares, "batches")
 
 
-def _in_fp8(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+def _in_fp8(machine: Machine) -> Passed:
     """The bytes that are stored, also of numbers that are too large, and attention."""
     geometry = Geometry(16, 16, 4, head_dim=machine.pick(128, 16), dtype=machine.half, in_fp8=True)
     heads = fp8_numbers(geometry.head_dim).to(machine.half).to(machine.device)
     slots = torch.arange(len(heads), device=machine.device)
-    arena = torch.zeros(
-        len(heads) // 16,
-        2,
-        16,
-        4,
-        geometry.head_dim,
-        dtype=geometry.kv_dtype,
-        device=machine.device,
-    )
-    ops.store_kv(arena, heads, heads, slots)
+    shape = (len(heads) // 16, 2, 16, 4, geometry.head_dim)
+    arena = torch.zeros(shape, dtype=geometry.kv_dtype, device=machine.device)
+    machine.ops.store_kv(arena, heads, heads, slots)
     expected = fp8.saturated(heads.cpu()).view(torch.uint8)
     for half in (0, 1):
         found = arena.cpu().view(torch.uint8)[:, half].flatten(0, 1)
         same_bits(found, expected, "stored heads")
-    ops.store_heads(arena.fill_(0), heads.repeat(1, 4, 1), heads, heads, slots)
+    machine.ops.store_heads(arena.fill_(0), heads.repeat(1, 4, 1), heads, heads, slots)
     found = arena.cpu().view(torch.uint8)[:, 0].flatten(0, 1)
     same_bits(found, expected, "heads stored with queries")
-    shares = []
-    for rows in machine.pick(ROWS, TINY_ROWS):
-        for window in (None, 40):
-            batch = paged_batch(geometry, rows, seed=len(rows), window=window)
-            found = attend(ops, machine.moved(batch), window)
-            shares.append(compare(found, attend(reference, batch, window)))
-    return worst(shares, f"{len(heads)} tokens stored, {len(shares)} batches")
+    return equals_reference(machine, geometry)
 
 
 def fp8_numbers(head_dim: int) -> torch.Tensor:
@@ -183,26 +164,20 @@ def _planned(
     machine: Machine, ops: Backend, shape: AttentionShape, batch: PagedBatch
 ) -> PagedBatch:
     """The batch on the device, without NaN, after its step is planned."""
-    num_pages, last = page_facts(batch.context_lens.numpy(), FLASHINFER.block_size)
-    tables = batch.block_tables.numpy()
-    ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
-    begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
     there = machine.moved(batch)
     fill_nan(there.kv_layer, 1.0)
-    ops.plan(
-        AttentionStep(shape, batch.cu_query_lens.numpy(), begins, last, ids.to(machine.device))
-    )
+    ops.plan(step_of(batch, shape, machine.device))
     return there
 
 
-def _flashinfer(machine: Machine, reference: Backend, geometry: Geometry) -> Passed:
+def _flashinfer(machine: Machine, geometry: Geometry) -> Passed:
     ops, shape = _planning(geometry)
     shares = []
     for rows in ROWS:
         batch = paged_batch(geometry, rows, seed=len(rows))
-        there = _planned(machine, ops, shape, batch)
-        shares.append(compare(attend(ops, there), attend(reference, batch)))
-    return worst(shares, f"{len(shares)} batches")
+        found = attend(ops, _planned(machine, ops, shape, batch))
+        shares.append(compare(found, attend(machine.reference, batch)))
+    return worst(shares, "batches")
 
 
 def _several_runs(machine: Machine) -> Passed:
@@ -229,7 +204,7 @@ def _several_runs(machine: Machine) -> Passed:
     return Passed(f"{num_rows} rows of 30,000 positions")
 
 
-def _flash(machine: Machine, reference: Backend) -> Passed:
+def _flash(machine: Machine) -> Passed:
     """A version that reads whole blocks needs finite ones; a window does in all versions."""
     try:
         flash = kvops.backend("flash")
@@ -242,5 +217,6 @@ def _flash(machine: Machine, reference: Backend) -> Passed:
             there = machine.moved(batch)
             reads_nan |= window is None and bool(attend(flash, there).isnan().any())
             there.kv_layer.nan_to_num_(1.0)
-            shares.append(compare(attend(flash, there, window), attend(reference, batch, window)))
-    return worst(shares, f"{len(shares)} batches; {'reads' if reads_nan else 'skips'} unseen slots")
+            expected = attend(machine.reference, batch, window)
+            shares.append(compare(attend(flash, there, window), expected))
+    return worst(shares, f"batches, {'reads' if reads_nan else 'skips'} unseen slots")

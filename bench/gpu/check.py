@@ -1,14 +1,17 @@
 """Defines a check, its outcome, and the machine that it runs on."""
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+import kvops
 from bench.gpu.paged import PagedBatch
+from kvops import Backend
 
 TOLERANCE = {
     torch.float32: (1e-5, 5e-6),
@@ -20,6 +23,7 @@ TOLERANCE = {
 _TIMED_RUNS = 20
 
 T = TypeVar("T")
+Figures = Mapping[str, float | str]
 
 
 class Failed(Exception):
@@ -35,7 +39,7 @@ class Passed:
     """`detail` is for people, `figures` for programs."""
 
     detail: str
-    figures: dict[str, float | str] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
 
 
 Check = tuple[str, Callable[[], Passed]]
@@ -49,6 +53,33 @@ class Machine:
         self.dry_run = dry_run
         self.device = "cpu" if dry_run else "cuda"
         self.half = torch.float16 if dry_run else torch.bfloat16
+
+    @cached_property
+    def ops(self) -> Backend:
+        """The kernels that are checked."""
+        return kvops.backend("triton")
+
+    @cached_property
+    def reference(self) -> Backend:
+        """The kernels on the CPU that say what is right."""
+        return kvops.backend("reference")
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether limits that are measured on an H100 apply."""
+        return not self.dry_run and torch.cuda.get_device_capability() == (9, 0)
+
+    def judge(self, is_good: bool, wanted: str, detail: str, figures: Figures) -> Passed:
+        """Raises Failed, with what is wanted, unless the figures are good. A dry run is too slow
+        to be judged."""
+        if not (is_good or self.dry_run):
+            raise Failed(f"{detail}; wanted {wanted}")
+        return Passed(detail, figures)
+
+    def needs_gpu(self, what: str) -> None:
+        """Raises Skipped in a dry run."""
+        if self.dry_run:
+            raise Skipped(f"{what} run on a GPU only")
 
     def pick(self, real: T, tiny: T) -> T:
         return tiny if self.dry_run else real
@@ -98,21 +129,13 @@ class Machine:
 
     def moved(self, batch: PagedBatch) -> PagedBatch:
         """The batch on the device. Its layer is a strided view of an arena there too."""
+        layer = batch.kv_layer
         arena = torch.empty_strided(
-            batch.kv_layer.shape,
-            batch.kv_layer.stride(),
-            dtype=batch.kv_layer.dtype,
-            device=self.device,
+            layer.shape, layer.stride(), dtype=layer.dtype, device=self.device
         )
-        return PagedBatch(
-            batch.q.to(self.device),
-            arena.copy_(batch.kv_layer),
-            batch.block_tables.to(self.device),
-            batch.cu_query_lens.to(self.device),
-            batch.context_lens.to(self.device),
-            batch.keys,
-            batch.values,
-        )
+        names = ("q", "block_tables", "cu_query_lens", "context_lens")
+        moved = {name: getattr(batch, name).to(self.device) for name in names}
+        return replace(batch, kv_layer=arena.copy_(layer), **moved)
 
 
 def _event() -> torch.cuda.Event:
@@ -141,5 +164,12 @@ def same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def worst(shares: Iterable[float], what: str) -> Passed:
-    share = max(shares)
-    return Passed(f"{what}; largest error {share:.2f} of what is allowed", {"error": share})
+    """The outcome of comparisons, from their errors; `what` names a comparison."""
+    found = list(shares)
+    detail = f"{len(found)} {what}; largest error {max(found):.2f} of what is allowed"
+    return Passed(detail, {"error": max(found)})
+
+
+def micros(seconds: Mapping[str, float]) -> str:
+    """Times by name, as text."""
+    return ", ".join(f"{name} {value * 1e6:,.0f} us" for name, value in seconds.items())

@@ -4,10 +4,10 @@ workers."""
 import asyncio
 import importlib
 import os
-import random
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,22 @@ def needed_packages() -> None:
         raise Skipped(f"runs only with all packages of a run, and of its tests: {error}") from error
 
 
-def _options(machine: Machine) -> list[str]:
-    """One prefill and two decode workers."""
+@contextmanager
+def served(
+    machine: Machine, shape: str, *options: str, **changes: Any
+) -> Iterator[tuple[Any, Path]]:
+    """A deployment with a checkpoint of the shape, or a tiny one in a dry run, and the checkpoint.
+    `changes` are fields of the checkpoint that differ from the shape's."""
     needed_packages()
-    device = machine.pick("cuda:0", "cpu")
-    pool_memory = machine.pick("4GiB", "64MiB")
-    return ["--device", device, "--decode", str(NUM_DECODE), "--pool-memory", pool_memory]
+    from bench.make_checkpoint import SHAPES, make_checkpoint
+    from tests.e2e.deployment import serving
+
+    options += ("--device", machine.pick("cuda:0", "cpu"))
+    with tempfile.TemporaryDirectory() as name:
+        spec = SHAPES[machine.pick(shape, "tiny")]
+        model = make_checkpoint(Path(name) / "model", spec, **changes)
+        with serving(model, Path(name), *options) as running:
+            yield running, model
 
 
 def _ranks(machine: Machine, size: int) -> Passed:
@@ -53,27 +63,22 @@ def _ranks(machine: Machine, size: int) -> Passed:
     return _exactness(machine, "--tensor-parallel-size", str(size))
 
 
-def _exactness(machine: Machine, *more: str) -> Passed:
+def _exactness(machine: Machine, *options: str) -> Passed:
     """Greedy tokens in fp32, where near-ties are rare; without a cache and with cached prompts;
     then of an answer in the middle of which both decode workers are killed."""
-    options = [*_options(machine), *more]
-    from bench.make_checkpoint import SHAPES, make_checkpoint
-    from tests.e2e.deployment import serving
-
-    shape = machine.pick("small", "tiny")
-    with tempfile.TemporaryDirectory() as name:
-        model = make_checkpoint(Path(name) / "model", SHAPES[shape], dtype="float32")
-        with serving(model, Path(name), *options) as running:
-            return asyncio.run(_compare(machine, running, model, SHAPES[shape].vocab_size))
+    sizes = ("--decode", str(NUM_DECODE), "--pool-memory", machine.pick("4GiB", "64MiB"))
+    with served(machine, "small", *sizes, *options, dtype="float32") as (running, model):
+        return asyncio.run(_compare(machine, running, model))
 
 
-async def _compare(machine: Machine, running: Any, model: Path, vocab_size: int) -> Passed:
+async def _compare(machine: Machine, running: Any, model: Path) -> Passed:
+    from bench.serving.scenarios import prompts_of
     from quire.async_client import AsyncClient
     from quire.types import Sampling
     from tests.e2e.quiet import quiet
 
-    draw = random.Random(7)
-    prompts = [[draw.randrange(300, vocab_size) for _ in range(n)] for n in LENGTHS]
+    drawing = prompts_of(model, 7)
+    prompts = [drawing.draw(length) for length in LENGTHS]
 
     def greedy(num_tokens: int) -> Sampling:
         return Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

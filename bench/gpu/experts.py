@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvops
-from bench.gpu.check import Check, Failed, Machine, Passed, compare, same_bits, worst
-from kvops import Backend
+from bench.gpu.check import Check, Machine, Passed, compare, micros, same_bits, worst
 from kvops.experts import ExpertWeights
 
 SLACK = 4.0
@@ -71,7 +69,6 @@ def _each(weights: ExpertWeights, change: Callable[[Tensor], Tensor], *names: st
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    ops, reference = kvops.backend("triton"), kvops.backend("reference")
     layers = {
         "of Mixtral's kind": weights_of(8, 2, machine.pick(512, 64), machine.pick(1024, 40)),
         "of gpt-oss's kind": weights_of(
@@ -80,15 +77,12 @@ def checks(machine: Machine) -> Iterator[Check]:
         "many small ones": weights_of(128, 8, machine.pick(512, 64), machine.pick(200, 40)),
     }
     for name, weights in layers.items():
-        yield (
-            f"equal the reference, {name}",
-            partial(_equals, machine, ops, reference, weights),
-        )
+        yield f"equal the reference, {name}", partial(_equals, machine, weights)
     yield "same bits in every batch", lambda: _invariance(machine, layers["many small ones"])
-    yield "time of a layer of Qwen3-30B-A3B", lambda: _speed(machine, ops)
+    yield "time of a layer of Qwen3-30B-A3B", lambda: _speed(machine)
 
 
-def _equals(machine: Machine, ops: Backend, reference: Backend, weights: ExpertWeights) -> Passed:
+def _equals(machine: Machine, weights: ExpertWeights) -> Passed:
     dtypes = machine.pick([torch.float32, torch.bfloat16, torch.float16], [machine.half])
     shares = []
     for dtype in dtypes:
@@ -96,9 +90,9 @@ def _equals(machine: Machine, ops: Backend, reference: Backend, weights: ExpertW
         there = moved(here, machine.device)
         for num_rows in machine.pick(NUM_ROWS, (3,)):
             x = randn(num_rows, here.router.shape[1], seed=num_rows).to(dtype)
-            found = ops.experts(x.to(machine.device), there)
-            shares.append(compare(found, reference.experts(x, here), SLACK))
-    return worst(shares, f"{len(shares)} batches")
+            found = machine.ops.experts(x.to(machine.device), there)
+            shares.append(compare(found, machine.reference.experts(x, here), SLACK))
+    return worst(shares, "batches")
 
 
 def _invariance(machine: Machine, weights: ExpertWeights) -> Passed:
@@ -116,19 +110,16 @@ def _invariance(machine: Machine, weights: ExpertWeights) -> Passed:
     return Passed(f"batches of 1, 3, {num_rows // 2} and {num_rows} rows")
 
 
-def _speed(machine: Machine, ops: Backend) -> Passed:
+def _speed(machine: Machine) -> Passed:
     size = machine.pick(QWEN3_30B, (4, 2, 64, 40))
     weights = moved(in_dtype(weights_of(*size), machine.half), machine.device)
     num_bytes = sum(w.nbytes for w in (weights.gate_up, weights.down) if isinstance(w, Tensor))
-    copied, figures = machine.copy_rate(), dict[str, float | str]()
-    for num_rows in machine.pick((1, 64, 4096), (2,)):
+    copied, seconds = machine.copy_rate(), dict[str, float]()
+    few, many = machine.pick((64, 4096), (2, 3))
+    for num_rows in (1, few, many):
         x = randn(num_rows, size[2]).to(machine.device, machine.half)
-        figures[f"{num_rows} rows"] = machine.seconds(partial(ops.experts, x, weights))
-    text = ", ".join(f"{name} {float(value) * 1e6:,.0f} us" for name, value in figures.items())
-    if machine.dry_run:
-        return Passed(text)
-    share = num_bytes / float(figures["64 rows"]) / copied
-    text = f"{text}; 64 rows read the weights at {share:.0%} of a copy's rate"
-    if share < MIN_COPY_SHARE:
-        raise Failed(f"{text}; wanted {MIN_COPY_SHARE:.0%}")
-    return Passed(text, {**figures, "share": share})
+        seconds[f"{num_rows} rows"] = machine.seconds(partial(machine.ops.experts, x, weights))
+    share = num_bytes / seconds[f"{few} rows"] / copied
+    text = f"{micros(seconds)}; {few} rows read the weights at {share:.0%} of a copy's rate"
+    figures = {**seconds, "share": share}
+    return machine.judge(share >= MIN_COPY_SHARE, f"{MIN_COPY_SHARE:.0%}", text, figures)

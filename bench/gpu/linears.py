@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import kvops
 from bench.gpu import experts
-from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits, worst
+from bench.gpu.check import Check, Machine, Passed, compare, micros, same_bits, worst
 from bench.gpu.experts import randn
-from kvops import Backend, fp8
+from kvops import fp8
 from kvops.fp4 import Float4Weight
 from kvops.fp8 import Float8Weight
 from kvops.grouped import GroupedWeight, like, pack
@@ -35,14 +34,13 @@ MAX_PROMPT_TIME = 1.5
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    ops, reference = kvops.backend("triton"), kvops.backend("reference")
     for kind in machine.pick(KINDS, KINDS[::2]):
-        yield f"{kind} equals the reference", partial(_equals, machine, ops, reference, kind)
-    yield "experts equal the reference", lambda: _experts(machine, ops, reference)
-    yield "same bits beside any rows of a class", lambda: _invariance(machine, ops)
-    yield "same bits in a CUDA graph", lambda: _graph(machine, ops)
+        yield f"{kind} equals the reference", partial(_equals, machine, kind)
+    yield "experts equal the reference", lambda: _experts(machine)
+    yield "same bits beside any rows of a class", lambda: _invariance(machine)
+    yield "same bits in a CUDA graph", lambda: _graph(machine)
     for kind in ("int4-128", "int8", "fp8", "fp8-128", "mxfp4"):
-        yield f"speed of a layer of Qwen3-8B's shape, {kind}", partial(_speed, machine, ops, kind)
+        yield f"speed of a layer of Qwen3-8B's shape, {kind}", partial(_speed, machine, kind)
 
 
 def packed(kind: Kind, n: int, k: int) -> GroupedWeight:
@@ -69,7 +67,7 @@ def moved(weight: GroupedWeight, device: str) -> GroupedWeight:
     return replace(weight, **{name: getattr(weight, name).to(device) for name in names})
 
 
-def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> Passed:
+def _equals(machine: Machine, kind: Kind) -> Passed:
     shares = []
     in_fp8 = kind.startswith("fp8") and has_fp8(torch.device(machine.device))
     for n, k in machine.pick(SHAPES, ((70, 200),)):
@@ -82,9 +80,9 @@ def _equals(machine: Machine, ops: Backend, reference: Backend, kind: Kind) -> P
                 is_multiple = not (n % 16 or k % 16)
                 if in_fp8 and is_multiple and dtype == torch.bfloat16 and num_rows > 16:
                     x = fp8.rounded(x, group_of(kind) if "-" in kind else 0).to(dtype)
-                expected = reference.linear(x, weight, bias.to(dtype))
-                shares.append(compare(ops.linear(*arguments), expected, SLACK))
-    return worst(shares, f"{len(shares)} batches")
+                expected = machine.reference.linear(x, weight, bias.to(dtype))
+                shares.append(compare(machine.ops.linear(*arguments), expected, SLACK))
+    return worst(shares, "batches")
 
 
 def _example(machine: Machine, num_rows: int) -> tuple[Tensor, GroupedWeight]:
@@ -94,7 +92,7 @@ def _example(machine: Machine, num_rows: int) -> tuple[Tensor, GroupedWeight]:
     return x, moved(weight, machine.device)
 
 
-def _experts(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+def _experts(machine: Machine) -> Passed:
     num, width, hidden = machine.pick((16, 768, 1024), (3, 40, 64))
     plain, shares = experts.weights_of(num, 2, hidden, width), []
     kinds: list[tuple[Kind, Kind]] = [
@@ -112,9 +110,9 @@ def _experts(machine: Machine, ops: Backend, reference: Backend) -> Passed:
         )
         for num_rows in machine.pick((1, 100, 1000), (5,)):
             x = randn(num_rows, hidden, seed=num_rows).to(machine.half)
-            found = ops.experts(x.to(machine.device), there)
-            shares.append(compare(found, reference.experts(x, here), experts.SLACK))
-    return worst(shares, f"{len(shares)} batches")
+            found = machine.ops.experts(x.to(machine.device), there)
+            shares.append(compare(found, machine.reference.experts(x, here), experts.SLACK))
+    return worst(shares, "batches")
 
 
 def _random(kind: Kind, n: int, k: int, device: str) -> GroupedWeight:
@@ -125,17 +123,17 @@ def _random(kind: Kind, n: int, k: int, device: str) -> GroupedWeight:
     return GroupedWeight(kind, k, **tensors)
 
 
-def _invariance(machine: Machine, ops: Backend) -> Passed:
+def _invariance(machine: Machine) -> Passed:
     x, weight = _example(machine, machine.pick(256, 20))
     for low, high in machine.pick(((1, 16), (17, 64), (65, 256)), ((1, 16), (17, 20))):
-        alone, together = (ops.linear(x[:number], weight) for number in (low, high))
+        alone, together = (machine.ops.linear(x[:number], weight) for number in (low, high))
         same_bits(alone, together[:low], f"{low} of {high} rows")
     return Passed("up to 16, 64 and 256 rows")
 
 
-def _graph(machine: Machine, ops: Backend) -> Passed:
-    if machine.dry_run:
-        raise Skipped("CUDA graphs run on a GPU only")
+def _graph(machine: Machine) -> Passed:
+    machine.needs_gpu("CUDA graphs")
+    ops = machine.ops
     for num_rows in (1, 40):
         x, weight = _example(machine, num_rows)
         ops.linear(x, weight)
@@ -148,7 +146,7 @@ def _graph(machine: Machine, ops: Backend) -> Passed:
     return Passed("1 and 40 rows")
 
 
-def _speed(machine: Machine, ops: Backend, kind: Kind) -> Passed:
+def _speed(machine: Machine, kind: Kind) -> Passed:
     """Of the four linears together, with random codes."""
     copied, seconds, num_bytes = machine.copy_rate(), dict[str, float](), 0
     for n, k in machine.pick(QWEN3_8B, ((64, 256),)):
@@ -158,13 +156,11 @@ def _speed(machine: Machine, ops: Backend, kind: Kind) -> Passed:
         for num_rows in machine.pick((1, 16, 64, 256, 2048), (1, 257)):
             x = randn(num_rows, k).to(machine.device, machine.half)
             for name, one in ((f"{num_rows}", weight), (f"{num_rows} in 16 bits", plain)):
-                spent = machine.seconds(partial(ops.linear, x, one))
+                spent = machine.seconds(partial(machine.ops.linear, x, one))
                 seconds[name] = seconds.get(name, 0.0) + spent
     share = num_bytes / seconds["1"] / copied
-    text = ", ".join(f"{name} {value * 1e6:,.0f} us" for name, value in seconds.items())
-    text = f"rows {text}; 1 row reads at {share:.0%} of a copy's rate"
-    if not machine.dry_run and share < MIN_COPY_SHARE:
-        raise Failed(f"{text}; wanted {MIN_COPY_SHARE:.0%}")
-    if not machine.dry_run and seconds["2048"] > MAX_PROMPT_TIME * seconds["2048 in 16 bits"]:
-        raise Failed(f"{text}; wanted {MAX_PROMPT_TIME} times 16 bits' time for 2,048 rows")
-    return Passed(text, {**seconds, "share": share})
+    text = f"rows {micros(seconds)}; 1 row reads at {share:.0%} of a copy's rate"
+    most = MAX_PROMPT_TIME * seconds[f"{machine.pick(2048, 257)} in 16 bits"]
+    is_fast = share >= MIN_COPY_SHARE and seconds[str(machine.pick(2048, 257))] <= most
+    wanted = f"{MIN_COPY_SHARE:.0%}, and {MAX_PROMPT_TIME} times 16 bits' time for 2,048 rows"
+    return machine.judge(is_fast, wanted, text, {**seconds, "share": share})

@@ -1,21 +1,19 @@
 """A model's steps with all tensors on the GPU, against the same model on the CPU."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from bench.steps import GREEDY, Steps
 from kvops import Backend
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw
 from services.engine.models.decoder import ComposedModel, Layer, Linear
-from services.engine.models.model import Model
-from services.engine.runner import Runner
 from services.model.config.families import FAMILIES
 from services.model.config.model_config import GenerationDefaults, ModelConfig
 from services.model.config.rope_config import RopeConfig
@@ -24,13 +22,8 @@ from services.protocol.ticket import SamplingParams
 BF16_ERROR = 0.03
 """Of logits, root mean square, as a share of their spread; a CPU's bf16 is at 0.02."""
 
-DRAWS = (
-    Draw(SamplingParams(temperature=0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=99), 0),
-    Draw(SamplingParams(temperature=1, top_k=0, top_p=0.95, min_p=0.0, seed=7, max_tokens=99), 0),
-)
-"""Of the prompts in turn."""
-
-BLOCK_SIZE = 16
+DRAWS = (GREEDY, Draw(SamplingParams(temperature=1.0, top_p=0.95, seed=7), 0))
+"""The draws of steps on one device. Devices of different kinds need not draw the same tokens."""
 
 
 def checks(machine: Machine) -> Iterator[Check]:
@@ -40,82 +33,50 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "weights loaded from a checkpoint", lambda: _loader(machine)
 
 
-class Relaunched:
-    """The graph of a dry run: it launches again."""
-
-    def capture(self, launch: Callable[[], Tensor]) -> Tensor:
-        self._launch, self._result = launch, launch()
-        return self._result
-
-    def replay(self) -> None:
-        self._result.copy_(self._launch())
+def random_steps(config: ModelConfig, dtype: torch.dtype, backend: str, device: str) -> Steps:
+    """Steps of a model with random weights on a device."""
+    ops = kvops.backend(backend)
+    return Steps(make_model(config, ops, dtype, device), ops)
 
 
-class Steps:
-    """A model with random weights and an arena of its own, on one device."""
+def generate(
+    steps: Steps,
+    prompts: list[list[int]],
+    num_tokens: int,
+    chunk: int,
+    draws: Sequence[Draw] = (GREEDY,),
+    graph_rows: int = 0,
+) -> list[list[int]]:
+    """Each prompt alone, in chunks; then all together. The prompts have the draws in turn. With
+    `graph_rows`, as graphs of up to so many rows and of chunks."""
+    longest = max(map(len, prompts))
+    steps.begin(len(prompts), longest + num_tokens)
+    if graph_rows:
+        steps.capture(graph_rows, min(chunk, longest))
+    of_each = [draws[number % len(draws)] for number in range(len(prompts))]
+    sequences = [
+        [*prompt, _token(steps.prefill(number, prompt, chunk, (draw,)))]
+        for number, (prompt, draw) in enumerate(zip(prompts, of_each, strict=True))
+    ]
+    for _ in range(num_tokens - 1):
+        rows = [
+            steps.row(number, ids[-1:], len(ids) - 1, (draw,))
+            for number, (ids, draw) in enumerate(zip(sequences, of_each, strict=True))
+        ]
+        for ids, result in zip(sequences, steps.runner.launch(rows).result(), strict=True):
+            ids.append(_token(result))
+    return sequences
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: str, device: str) -> None:
-        ops = kvops.backend(backend)
-        self._take(make_model(config, ops, dtype, device), ops)
 
-    @classmethod
-    def of(cls, model: Model, ops: Backend) -> Self:
-        steps = cls.__new__(cls)
-        steps._take(model, ops)
-        return steps
-
-    def _take(self, model: Model, ops: Backend) -> None:
-        self.ops, self._model, self._config = ops, model, model.config
-        self._device, self._dtype = model.device, model.dtype
-
-    def begin(self, num_sequences: int, longest: int, content: float = float("nan")) -> None:
-        """Each sequence gets blocks for `longest` positions, which hold `content`."""
-        config = self._config
-        self._blocks_each = -(-longest // BLOCK_SIZE)
-        shape = (config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        num_blocks = num_sequences * self._blocks_each
-        arena = torch.full((num_blocks, *shape), content, dtype=self._dtype, device=self._device)
-        self.runner = Runner(self._model, arena, BLOCK_SIZE, self.ops)
-
-    def capture(self, max_rows: int, max_tokens: int) -> None:
-        """Record the graphs of a worker, on a CPU stand-ins for them."""
-        new_graph = Relaunched if self._device.type == "cpu" else None
-        self.runner.capture_graphs(max_rows, max_tokens, new_graph)
-
-    def row(self, number: int, token_ids: Sequence[int], start: int) -> Row:
-        first = number * self._blocks_each
-        table = range(first, first + self._blocks_each)
-        return Row(token_ids, start, table, 0, (DRAWS[number % 2],))
-
-    def generate(
-        self, prompts: list[list[int]], num_tokens: int, chunk: int, graph_rows: int = 0
-    ) -> list[list[int]]:
-        """Each prompt alone, in chunks; then all together. With `graph_rows`, as graphs of up to so
-        many rows and of chunks."""
-        self.begin(len(prompts), max(map(len, prompts)) + num_tokens)
-        if graph_rows:
-            self.capture(graph_rows, min(chunk, max(map(len, prompts))))
-        sequences = [list(prompt) for prompt in prompts]
-        for i, prompt in enumerate(prompts):
-            for start in range(0, len(prompt), chunk):
-                rows = [self.row(i, prompt[start : start + chunk], start)]
-                (result,) = self.runner.launch(rows).result()
-            sequences[i].append(_token(result))
-        for _ in range(num_tokens - 1):
-            rows = [self.row(i, ids[-1:], len(ids) - 1) for i, ids in enumerate(sequences)]
-            for ids, result in zip(sequences, self.runner.launch(rows).result(), strict=True):
-                ids.append(_token(result))
-        return sequences
-
-    def logits(self, prompts: list[list[int]], graph_rows: int = 0) -> Tensor:
-        """The logits of each prompt's last token: all prompts but for their last tokens are
-        computed in one batch, then the last tokens. With `graph_rows`, as graphs."""
-        self.begin(len(prompts), max(map(len, prompts)))
-        if graph_rows:
-            self.capture(graph_rows, sum(map(len, prompts)))
-        heads = [self.row(i, prompt[:-1], 0) for i, prompt in enumerate(prompts)]
-        tails = [self.row(i, prompt[-1:], len(prompt) - 1) for i, prompt in enumerate(prompts)]
-        return torch.cat([self.runner.logits(rows).cpu().float() for rows in (heads, tails)])
+def last_logits(steps: Steps, prompts: list[list[int]], graph_rows: int = 0) -> Tensor:
+    """The logits of each prompt's last token: all prompts but for their last tokens are computed
+    in one batch, then the last tokens. With `graph_rows`, as graphs."""
+    steps.begin(len(prompts), max(map(len, prompts)))
+    if graph_rows:
+        steps.capture(graph_rows, sum(map(len, prompts)))
+    heads = [steps.row(i, prompt[:-1], 0) for i, prompt in enumerate(prompts)]
+    tails = [steps.row(i, prompt[-1:], len(prompt) - 1) for i, prompt in enumerate(prompts)]
+    return torch.cat([steps.runner.logits(rows).cpu().float() for rows in (heads, tails)])
 
 
 def make_config(
@@ -202,25 +163,30 @@ def prompts(machine: Machine) -> list[list[int]]:
 def _both(machine: Machine, window: int | None, dtype: torch.dtype) -> tuple[Steps, Steps]:
     """The reference on the CPU in fp32, and the kernels on the device."""
     config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384, window)
-    here = Steps(config, torch.float32, "reference", "cpu")
-    return here, Steps(config, dtype, "triton", machine.device)
+    here = random_steps(config, torch.float32, "reference", "cpu")
+    return here, random_steps(config, dtype, "triton", machine.device)
 
 
 def _tokens(machine: Machine, window: int | None) -> Passed:
     here, there = _both(machine, window, torch.float32)
     texts, num_tokens = prompts(machine), machine.pick(24, 2)
-    wanted = here.generate(texts, num_tokens, chunk=1000)
+    wanted = generate(here, texts, num_tokens, chunk=1000)
     for chunk in (1000, machine.pick(48, 13)):
-        found = there.generate(texts, num_tokens, chunk)
-        if found != wanted:
-            number = sum(ids != other for ids, other in zip(found, wanted, strict=True))
-            raise Failed(f"chunks of {chunk}: {number} of {len(texts)} sequences differ")
+        found = generate(there, texts, num_tokens, chunk)
+        same_texts(found, wanted, f"chunks of {chunk}")
     return Passed(f"{len(texts)} prompts whole and in chunks, {num_tokens} tokens each")
 
 
+def same_texts(found: list[list[int]], wanted: list[list[int]], what: str) -> None:
+    """Raises Failed with the number of sequences that differ."""
+    if differing := sum(a != b for a, b in zip(found, wanted, strict=True)):
+        raise Failed(f"{what}: {differing} of {len(wanted)} sequences differ")
+
+
 def _logits(machine: Machine, window: int | None) -> Passed:
-    here, there = _both(machine, window, machine.half)
-    wanted, found = (steps.logits(prompts(machine)) for steps in (here, there))
+    wanted, found = (
+        last_logits(steps, prompts(machine)) for steps in _both(machine, window, machine.half)
+    )
     return near(found, wanted, str(machine.half))
 
 
@@ -251,8 +217,7 @@ def _loader(machine: Machine) -> Passed:
         directory = make_checkpoint(Path(name) / "model")
         for backend, device in (("reference", "cpu"), ("triton", machine.device)):
             ops = kvops.backend(backend)
-            model = load_model(directory, torch.float32, ops, device=device)
-            found.append(Steps.of(model, ops).generate(texts, machine.pick(24, 2), chunk=1000))
-    if differing := sum(a != b for a, b in zip(*found, strict=True)):
-        raise Failed(f"{differing} of {len(texts)} sequences differ")
+            steps = Steps(load_model(directory, torch.float32, ops, device=device), ops)
+            found.append(generate(steps, texts, machine.pick(24, 2), chunk=1000))
+    same_texts(found[1], found[0], "on the device")
     return Passed(f"{len(texts)} prompts, the tokens of the CPU")

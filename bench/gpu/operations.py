@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import kvops
-from bench.gpu.check import Check, Machine, Passed, compare, same_bits, worst
+from bench.gpu.check import Check, Machine, Passed, compare, micros, same_bits, worst
 from kvops import Backend
 from kvops.step import HeadNorms
 
@@ -86,40 +85,40 @@ _LINEAR_SLACK = 4.0
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    ops, reference = kvops.backend("triton"), kvops.backend("reference")
     for name, call in OPERATIONS.items():
-        yield f"{name} equals the reference", partial(_equals, machine, ops, reference, call)
+        yield f"{name} equals the reference", partial(equals_reference, machine, call)
         if name != "linear":
-            yield f"{name}: same bits in every batch", partial(_invariance, machine, ops, call)
-    yield "linear: bits in batches (cuBLAS promises none)", lambda: _linear_bits(machine, ops)
-    yield "linears of any mix of adapters, in two launches", lambda: _low_ranks(machine, ops)
+            yield f"{name}: same bits in every batch", partial(invariance, machine, call)
+    yield "linear: bits in batches (cuBLAS promises none)", lambda: _linear_bits(machine)
+    yield "linears of any mix of adapters, in two launches", lambda: _low_ranks(machine)
 
 
-def _equals(machine: Machine, ops: Backend, reference: Backend, call: Operation) -> Passed:
+def equals_reference(machine: Machine, call: Operation) -> Passed:
     dtypes = machine.pick([torch.float32, torch.bfloat16, torch.float16], [machine.half])
     shapes = machine.pick([(1, 4096), (300, 4096), (7, 1000)], [(3, 96)])
+    slack = _LINEAR_SLACK if call is OPERATIONS["linear"] else 1.0
     shares = []
     for dtype, (num_tokens, size) in itertools.product(dtypes, shapes):
         inputs = Inputs.of(num_tokens, size, dtype)
-        expected = call(reference, inputs.to("cpu"))
-        slack = _LINEAR_SLACK if call is OPERATIONS["linear"] else 1.0
-        shares.append(compare(call(ops, inputs.to(machine.device)), expected, slack))
-    return worst(shares, f"{len(shares)} shapes and dtypes")
+        expected = call(machine.reference, inputs.to("cpu"))
+        shares.append(compare(call(machine.ops, inputs.to(machine.device)), expected, slack))
+    return worst(shares, "shapes and dtypes")
 
 
-def _invariance(machine: Machine, ops: Backend, call: Operation) -> Passed:
+def invariance(machine: Machine, call: Operation) -> Passed:
     inputs = Inputs.of(machine.pick(200, 5), machine.pick(4096, 96), machine.half)
-    together = call(ops, inputs.to(machine.device))
+    together = call(machine.ops, inputs.to(machine.device))
     tokens = machine.pick((0, 1, 100, 199), (0, 1, 2, 4))
     for token in tokens:
         one = slice(token, token + 1)
-        same_bits(call(ops, inputs.to(machine.device, one)), together[one], f"token {token} alone")
+        alone = call(machine.ops, inputs.to(machine.device, one))
+        same_bits(alone, together[one], f"token {token} alone")
     return Passed(f"{len(tokens)} tokens alone")
 
 
-def _linear_bits(machine: Machine, ops: Backend) -> Passed:
+def _linear_bits(machine: Machine) -> Passed:
     """Reported, not judged: law 10 binds on CPUs."""
-    inputs = Inputs.of(machine.pick(256, 5), machine.pick(4096, 96), machine.half)
+    ops, inputs = machine.ops, Inputs.of(machine.pick(256, 5), machine.pick(4096, 96), machine.half)
     there = inputs.to(machine.device)
     together = ops.linear(there.x, there.matrix)
     sizes = [n for n in (1, 2, 8, 64, 128) if n <= len(there.x)]
@@ -130,12 +129,12 @@ def _linear_bits(machine: Machine, ops: Backend) -> Passed:
     return Passed(detail, {"differing_batches": len(other)})
 
 
-def _low_ranks(machine: Machine, ops: Backend) -> Passed:
+def _low_ranks(machine: Machine) -> Passed:
     """A quarter of the rows has no adapter, the others have three of different ranks, beside two
     linears of the rows of each adapter. Their time is reported, and the time if no row has any."""
-    num_rows, size = machine.pick(64, 5), machine.pick(4096, 96)
+    ops, num_rows, size = machine.ops, machine.pick(64, 5), machine.pick(4096, 96)
     there = Inputs.of(num_rows, size, machine.half).to(machine.device)
-    draw, shares = torch.Generator().manual_seed(1), []
+    draw = torch.Generator().manual_seed(1)
     found = ops.linear(there.x, there.matrix)
     expected = found.clone()
     addresses = torch.zeros(num_rows, dtype=torch.int64, device=machine.device)
@@ -149,8 +148,8 @@ def _low_ranks(machine: Machine, ops: Backend) -> Passed:
         addresses[rows] = kept[-1].data_ptr()
     call = partial(ops.add_low_rank, x=there.x, linear=0, max_rank=64)
     call(found, tables=addresses)
-    shares.append(compare(found, expected.cpu(), _LINEAR_SLACK))
+    error = compare(found, expected.cpu(), _LINEAR_SLACK)
     mixed = machine.seconds(partial(call, found, tables=addresses))
     none = machine.seconds(partial(call, found, tables=torch.zeros_like(addresses)))
-    text = f"{num_rows} rows {mixed * 1e6:,.0f} us, without adapters {none * 1e6:,.0f} us"
-    return worst(shares, text)
+    times = micros({f"{num_rows} rows": mixed, "without adapters": none})
+    return worst([error], f"batch; {times}")

@@ -4,10 +4,12 @@ contexts of the batch are written: of each, what its queries see."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvops import Backend, fp8, int8_kv
+from kvops import AttentionShape, Backend, fp8, int8_kv
+from kvops.step import AttentionStep, page_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
+    """Attention of the batch. Without `max_query_len`, a batch on a GPU is asked for it."""
     return ops.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -72,7 +76,7 @@ def attend(
         batch.context_lens,
         batch.q.shape[-1] ** -0.5,
         window,
-        max_query_len=batch.max_query_len,
+        max_query_len=max_query_len or batch.max_query_len,
         cap=cap,
         sinks=sinks,
     )
@@ -116,6 +120,16 @@ def paged_batch(
         keys=keys,
         values=values,
     )
+
+
+def step_of(batch: PagedBatch, shape: AttentionShape, device: str) -> AttentionStep:
+    """The step of the batch, as kernels that plan get it."""
+    num_pages, last = page_facts(batch.context_lens.numpy(force=True), shape.block_size)
+    tables = batch.block_tables.numpy(force=True)
+    ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
+    page_begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
+    query_begins = batch.cu_query_lens.numpy(force=True)
+    return AttentionStep(shape, query_begins, page_begins, last, ids.to(device))
 
 
 def stored(heads: Tensor, kv_dtype: torch.dtype) -> Tensor:

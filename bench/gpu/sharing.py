@@ -9,20 +9,22 @@ import multiprocessing
 import os
 import select
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvops.cuda
-from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, micros
+from bench.harness import in_turn
 from kvops.cuda.vmm import DriverError, SharedMemory
 from services.block_manager.gpu.processes import AllProcesses, ProcessListError
 
@@ -42,9 +44,8 @@ _context = multiprocessing.get_context("forkserver")
 
 def checks(machine: Machine) -> Iterator[Check]:
     _context.set_forkserver_preload(["bench.gpu.sharing"])
-    yield "an arena shared by two processes", lambda: _shared(machine)
+    yield "an arena handed over between two processes", lambda: _hand_off(machine)
     yield "weights that others can only read", lambda: _read_only(machine)
-    yield "a hand-off between two processes", lambda: _hand_off(machine)
     yield "writers killed in mid-kernel", lambda: _kills(machine)
 
 
@@ -72,10 +73,8 @@ def _other(
     ours, theirs = _context.Pipe()
     process = _context.Process(
         target=_in_other,
-        args=(
-            *(_device(machine), DupFd(memory.fd), memory.num_bytes, writable),
-            *(work, theirs, *arguments),
-        ),
+        args=(memory.num_bytes, writable, work, theirs, arguments),
+        kwargs={"device": _device(machine), "fd": DupFd(memory.fd)},
         daemon=True,
     )
     process.start()
@@ -84,13 +83,14 @@ def _other(
 
 
 def _in_other(
-    device: str,
-    fd: Any,
     num_bytes: int,
     writable: bool,
     work: Callable[..., None],
     connection: Connection,
-    *arguments: Any,
+    arguments: tuple[Any, ...],
+    *,
+    device: str,
+    fd: Any,
 ) -> None:
     if device.startswith("cuda"):
         torch.zeros(1, device=device)
@@ -113,26 +113,6 @@ def _answer(values: Tensor, connection: Connection) -> None:
 
 def _read(blocks: Tensor, block_ids: list[int]) -> int:
     return int(blocks[block_ids[-1]].max())
-
-
-def _shared(machine: Machine) -> Passed:
-    memory = _made(machine, 4 * _BLOCK_BYTES)
-    blocks = memory.tensor().view(-1, _BLOCK_BYTES)
-    if blocks.any():
-        raise Failed("new memory is not zero")
-    process, connection = _other(machine, memory, _answer)
-    for value in (7, 9):
-        blocks[2] = value
-        machine.synchronize()
-        connection.send([2])
-        if (found := connection.recv()) != value:
-            raise Failed(f"the other process reads {found} instead of {value}")
-    connection.send(None)
-    if copies := connection.recv():
-        raise Failed(f"the other process copied the arena: {', '.join(copies)}")
-    process.join()
-    memory.close()
-    return Passed("what one writes the other reads, without a copy")
 
 
 def _read_then_write(values: Tensor, connection: Connection) -> None:
@@ -160,42 +140,51 @@ def _read_only(machine: Machine) -> Passed:
 
 
 def _hand_off(machine: Machine) -> Passed:
-    """A block is written, and its table handed over; then it is read. In one process and in two."""
+    """A block of new memory is written, and its table handed over; then it is read. In one process
+    and in two, of which the other one copies nothing."""
     memory = _made(machine, 4 * _BLOCK_BYTES)
     blocks = memory.tensor().view(-1, _BLOCK_BYTES)
+    if blocks.any():
+        raise Failed("new memory is not zero")
     process, connection = _other(machine, memory, _answer)
+
+    def asked(table: list[int]) -> int:
+        connection.send(table)
+        return int(connection.recv())
+
+    def seconds(read: Callable[[list[int]], int], table: list[int], number: int) -> float:
+        blocks[table[-1]] = number % 256
+        machine.synchronize()
+        began = time.perf_counter()
+        found = read(table)
+        took_s = time.perf_counter() - began
+        if found != number % 256:
+            raise Failed(f"{found} instead of {number % 256}, of {len(table)} blocks")
+        return took_s
+
     added: dict[int, float] = {}
     for num_tokens in _TOKENS:
         table = [number % 4 for number in range(num_tokens // _BLOCK_SIZE)]
-        times: dict[str, list[float]] = {"alone": [], "handed over": []}
-        for number in range(machine.pick(300, 5)):
-            for name, seconds in times.items():
-                blocks[table[-1]] = number % 256
-                machine.synchronize()
-                began = time.perf_counter()
-                if name == "alone":
-                    found = _read(blocks, table)
-                else:
-                    connection.send(table)
-                    found = connection.recv()
-                seconds.append(time.perf_counter() - began)
-                if found != number % 256:
-                    raise Failed(f"{name}: {found} instead of {number % 256}")
-        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-        added[num_tokens] = medians["handed over"] - medians["alone"]
+        calls = {
+            "alone": partial(seconds, partial(_read, blocks), table),
+            "handed over": partial(seconds, asked, table),
+        }
+        found = in_turn(calls, machine.pick(300, 5))
+        added[num_tokens] = median(found["handed over"]) - median(found["alone"])
     connection.send(None)
-    connection.recv()
+    if copies := connection.recv():
+        raise Failed(f"the other process copied the arena: {', '.join(copies)}")
     process.join()
     memory.close()
-    text = ", ".join(f"{s * 1e6:.0f} us at {tokens} tokens" for tokens, s in added.items())
-    short, long = (added[num_tokens] for num_tokens in _TOKENS)
-    is_slow = max(added.values()) > MAX_ADDED_S or long - short > MAX_GROWTH_S
-    if is_slow and not machine.dry_run:
-        raise Failed(
-            f"adds {text}; wanted at most {MAX_ADDED_S * 1e6:g} us, and from short to long "
-            f"{MAX_GROWTH_S * 1e6:g} us more"
-        )
-    return Passed(f"adds {text} (p50)", {f"added_s {tokens}": s for tokens, s in added.items()})
+    short, long = added.values()
+    wanted = f"at most {MAX_ADDED_S * 1e6:g} us, from short to long {MAX_GROWTH_S * 1e6:g} us more"
+    text = micros({f"{tokens} tokens": seconds for tokens, seconds in added.items()})
+    return machine.judge(
+        max(added.values()) <= MAX_ADDED_S and long - short <= MAX_GROWTH_S,
+        wanted,
+        f"adds {text} (p50)",
+        {f"added_s {tokens}": seconds for tokens, seconds in added.items()},
+    )
 
 
 def _write_until_killed(values: Tensor, connection: Connection, lock: str, first: int) -> None:
@@ -233,15 +222,11 @@ def _kills(machine: Machine) -> Passed:
             if changed := int((blocks != 200).sum()):
                 raise Failed(f"{changed} bytes were written by processes that counted as quiet")
     memory.close()
-    figures: dict[str, float | str] = {
-        "kills": float(len(quiet_s)),
-        "quiet_s p50": statistics.median(quiet_s),
-        "quiet_s max": max(quiet_s),
-    }
+    p50, most = median(quiet_s), max(quiet_s)
     return Passed(
-        f"{len(quiet_s)} killed, no byte changed; from lock to quiet "
-        f"{statistics.median(quiet_s) * 1e3:.1f} ms (p50), {max(quiet_s) * 1e3:.1f} ms (max)",
-        figures,
+        f"{len(quiet_s)} killed, no byte changed; from lock to quiet {p50 * 1e3:.1f} ms (p50), "
+        f"{most * 1e3:.1f} ms (max)",
+        {"kills": len(quiet_s), "quiet_s p50": p50, "quiet_s max": most},
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.tables import markdown, shown
+from bench.harness import markdown, spread
 
 Better = Literal["higher", "lower"]
 
@@ -49,16 +49,7 @@ class Comparison:
         ratio = self.ratio(row)
         return [
             row.name,
-            *(_cell(values.get(name, [])) for name in self._columns),
+            *(spread(values.get(name, [])) for name in self._columns),
             "-" if ratio is None else f"{ratio:.2f}x",
             row.better,
         ]
-
-
-def _cell(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    median = shown(statistics.median(values))
-    if len(values) == 1:
-        return median
-    return f"{median} ({shown(min(values))}-{shown(max(values))})"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import kvops
-from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch
+from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch, step_of
 from kvops import AttentionShape, Backend, BackendUnavailable, choose_attention
-from kvops.step import AttentionStep, page_facts
+from kvops.step import AttentionStep
 
 from . import flash_stand_in, flashinfer_stand_in
 from .test_attention import ROWS, TOLERANCE
@@ -240,19 +240,8 @@ def planned(
     scale: float | None = None,
     cap: float | None = None,
 ) -> None:
-    lens: Any = batch.context_lens.numpy()
-    num_pages, last = page_facts(lens, geometry.block_size)
-    tables = batch.block_tables.numpy()
-    page_ids = tables[np.arange(tables.shape[1]) < num_pages[:, None]]
-    ops.plan(
-        AttentionStep(
-            replace(shape_of(geometry, *windows), scale=scale, cap=cap),
-            batch.cu_query_lens.numpy(),
-            np.concatenate([[0], num_pages.cumsum()]).astype(np.int32),
-            last,
-            torch.from_numpy(page_ids),
-        )
-    )
+    shape = replace(shape_of(geometry, *windows), scale=scale, cap=cap)
+    ops.plan(step_of(batch, shape, "cpu"))
 
 
 PAGES = [

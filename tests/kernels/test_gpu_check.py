@@ -161,21 +161,14 @@ class BrokenKernels(ReferenceKernels):
         return out * (1 + 0.02 * (len(x) > 1))
 
 
-MACHINE, BROKEN, RIGHT = Machine(True), Backend(BrokenKernels()), Backend(ReferenceKernels())
-GEOMETRY = attention.TINY_GEOMETRIES[0]
+BROKEN, GEOMETRY = Machine(True), attention.TINY_GEOMETRIES[0]
+BROKEN.ops = Backend(BrokenKernels())
+RMS_NORM = operations.OPERATIONS["rms_norm"]
 FOUND: dict[str, Callable[[], object]] = {
-    r"error is [\d.]+ times": lambda: attention._against_reference(
-        MACHINE, BROKEN, RIGHT, GEOMETRY
-    ),
-    "row 1 of 1 tokens alone: .* values have": lambda: attention._invariance(
-        MACHINE, BROKEN, GEOMETRY
-    ),
-    r"error is .*[\d.]+ times": lambda: operations._equals(
-        MACHINE, BROKEN, RIGHT, operations.OPERATIONS["rms_norm"]
-    ),
-    "token 0 alone": lambda: operations._invariance(
-        MACHINE, BROKEN, operations.OPERATIONS["rms_norm"]
-    ),
+    r"error is [\d.]+ times": lambda: attention.equals_reference(BROKEN, GEOMETRY),
+    "row 1 of 1 tokens alone: .* values have": lambda: attention.invariance(BROKEN, GEOMETRY),
+    r"error is .*[\d.]+ times": lambda: operations.equals_reference(BROKEN, RMS_NORM),
+    "token 0 alone": lambda: operations.invariance(BROKEN, RMS_NORM),
 }
 
 
