@@ -2,11 +2,8 @@
 
 import asyncio
 
-import pytest
-
 from quire.v1 import decode_pb2
-from services.runtime.rpc import message_batching
-from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
+from services.runtime.rpc.message_batching import MAX_BATCH_BYTES, Outbox, pack_batch, unpack_batch
 
 
 def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:
@@ -26,17 +23,17 @@ async def test_queued_messages_go_together_and_later_ones_next() -> None:
     assert await taking == ["d", "e"]
 
 
-async def test_together_they_do_not_get_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_together_they_do_not_get_too_large() -> None:
     """A message that is too large goes alone, and none is left out."""
-    monkeypatch.setattr(message_batching, "MAX_BATCH_BYTES", 100)
-    outbox = Outbox[str](len)
-    for one in ("a" * 40, "b" * 60, "c", "d" * 300, "e" * 90, "f" * 10):
-        outbox.put(one)
+    part = MAX_BATCH_BYTES // 16
+    outbox = Outbox[int](lambda size: size)
+    for size in (6 * part, 10 * part, 1, 40 * part, 15 * part, part):
+        outbox.put(size)
     outbox.close()
-    sizes = []
+    taken = []
     while together := await outbox.take():
-        sizes.append([len(one) for one in together])
-    assert sizes == [[40, 60], [1], [300], [90, 10]]
+        taken.append(together)
+    assert taken == [[6 * part, 10 * part], [1], [40 * part], [15 * part, part]]
 
 
 async def test_a_closed_outbox_gives_what_was_put_and_then_nothing() -> None:

@@ -3,15 +3,13 @@
 import socket
 from pathlib import Path
 
-import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.runtime import metrics_socket
 from services.runtime.config import ServiceSettings
 from services.runtime.exposition import exposition, metrics_endpoint
 from services.runtime.metrics import GatewayMetrics, WorkerMetrics
-from services.runtime.metrics_socket import WithServices
+from services.runtime.metrics_socket import WithServices, metrics_socket
 
 DECODE = {"job": "decode", "instance": "decode-1"}
 
@@ -64,7 +62,7 @@ def test_services_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
     dead.close()
     stopped.bind(str(tmp_path / "prefill-2.sock"))
     stopped.listen()
-    with metrics_socket.metrics_socket(tmp_path / "decode-1.sock", worker()), stopped:
+    with metrics_socket(tmp_path / "decode-1.sock", worker()), stopped:
         found = samples(gateway(), tmp_path)
     assert [labels.get("instance") for labels, _ in found["quire:num_requests_waiting"]] == [
         None,
@@ -74,13 +72,13 @@ def test_services_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
 
 def test_a_service_that_starts_again_takes_its_socket_again(tmp_path: Path) -> None:
     (tmp_path / "decode-1.sock").touch()
-    with metrics_socket.metrics_socket(tmp_path / "decode-1.sock", worker()):
+    with metrics_socket(tmp_path / "decode-1.sock", worker()):
         assert "quire:step_seconds_count" in samples(gateway(), tmp_path)
 
 
-def test_a_service_that_writes_too_much_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_socket, "_MAX_BYTES", 100)
-    with metrics_socket.metrics_socket(tmp_path / "decode-1.sock", worker()):
+def test_a_service_that_writes_too_much_is_left_out(tmp_path: Path) -> None:
+    """More than 4 MiB: the help of one metric is as long as that."""
+    registry = worker()
+    Gauge("long", "x" * (4 << 20), registry=registry)
+    with metrics_socket(tmp_path / "decode-1.sock", registry):
         assert "quire:step_seconds_count" not in samples(gateway(), tmp_path)

@@ -105,10 +105,11 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
             compares_costs: bool = False,
             park_window_s: float = 0.0,
             cache: Path | None = None,
+            store: MemoryStore | None = None,
         ) -> WorkerPair:
             """`num_swap_blocks`: with a colder pool of so many blocks. `cache`: with blocks in
             files of this directory."""
-            store = MemoryStore()
+            store = store or MemoryStore()
             pools = await FakePools.make(store, tmp_path, num_blocks, block_size, num_swap_blocks)
             limits = Limits(
                 max_num_seqs,

@@ -1,5 +1,7 @@
 """Requests on their way through the workers of a `WorkerPair`, and their clients' tokens."""
 
+from prometheus_client import Counter
+
 from services.protocol.messages import Generated, Prefilled, Step
 from services.protocol.ticket import Ticket
 
@@ -45,3 +47,9 @@ def finished(session: FakeSession, request_id: str) -> bool:
 def prefilled(session: FakeSession) -> dict[str, Prefilled]:
     """The tickets from prefill, by request."""
     return {event.ticket.request_id: event for event in session.of(Prefilled)}
+
+
+def count(counter: Counter) -> float:
+    """The value of a counter without labels."""
+    (family,) = counter.collect()
+    return family.samples[0].value

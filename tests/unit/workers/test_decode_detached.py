@@ -2,11 +2,10 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
+from blockstore.memory_store import MemoryStore
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Ticket
 from services.runtime.metrics import WorkerMetrics
@@ -50,27 +49,33 @@ async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) 
     await pair.until_empty()
 
 
-async def test_a_ticket_is_offered_once_the_store_has_detached_it(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class LateStore(MemoryStore):
+    """A store whose second `detach`, which is the decode worker's, waits for `may_detach`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.may_detach = asyncio.Event()
+
+    async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
+        self.num_asked += 1
+        if self.num_asked == 2:
+            await self.may_detach.wait()
+        return await super().detach(pool_id, holder_id, epoch)
+
+
+async def test_a_ticket_is_offered_once_the_store_has_detached_it(make_pair: MakePair) -> None:
     """Otherwise a claim of it would be refused, and all of it computed again."""
+    store = LateStore()
+    pair = await make_pair(store=store)
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
-    detach, may_detach, asked = pair.store.detach, asyncio.Event(), asyncio.Event()
-
-    async def late(*args: Any) -> int:
-        asked.set()
-        await may_detach.wait()
-        return await detach(*args)
-
-    monkeypatch.setattr(pair.store, "detach", late)
     pair.decode.role.hand_over(pair.session, "r1", 1)
-    async with asyncio.timeout(10):
-        await asked.wait()
+    await pair.until(lambda: store.num_asked == 2)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not pair.session.of(Requeued)
-    may_detach.set()
+    store.may_detach.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
@@ -160,7 +165,6 @@ async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_i
     await pair.store.allocate("pool", "in the way", "Prefill", 9, [], 1)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
     await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
-    await pair.until(lambda: bool(pair.decode.role._extender._wanting))
     detached = await handed_over(pair, "r1")
     assert len(detached.sequences[0].block_ids) == 3
     await pair.store.release("pool", "in the way", 1)

@@ -19,7 +19,7 @@ from services.worker.roles.decode import Decode
 
 from .conftest import WorkerPair
 from .fakes import PROMPT, expected, ticket
-from .runs import finished, outputs, prefill, start, tokens
+from .runs import count, finished, outputs, prefill, start, tokens
 
 
 async def test_a_ticket_is_continued_to_its_end(pair: WorkerPair) -> None:
@@ -152,7 +152,7 @@ async def test_figures_are_those_of_the_worker(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: figure(pair, "num_requests_running") == 1)
     assert figure(pair, "num_free_slots") == 15
-    assert pair.prefill.metrics.generation_tokens._value.get() == 1
+    assert count(pair.prefill.metrics.generation_tokens) == 1
     pair.decode_model.gate.set()
     pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until(lambda: figure(pair, "num_requests_running") == 0)

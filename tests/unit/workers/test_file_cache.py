@@ -24,7 +24,7 @@ from .conftest import MakePair, WorkerPair
 from .fakes import SAMPLED, expected, ticket
 from .kept_blocks import BUDGET, FINGERPRINT, kept
 from .preempting import evict_all
-from .runs import prefill
+from .runs import count, prefill
 
 PROMPT = tuple(range(100, 122))  # 5 blocks of 4 tokens, and 2 tokens
 HASHES = prefix_hashes(bytes(16), PROMPT, 4)
@@ -58,7 +58,7 @@ async def asked_twice(pair: WorkerPair, cache: Path, prompt: tuple[int, ...] = P
 
 
 def metric(pair: WorkerPair, name: str) -> float:
-    return float(getattr(pair.prefill.metrics, f"file_cache_{name}")._value.get())
+    return count(getattr(pair.prefill.metrics, f"file_cache_{name}"))
 
 
 async def test_prompt_that_was_asked_twice_comes_back(pair: WorkerPair, cache: Path) -> None:
@@ -179,15 +179,15 @@ def test_blocks_are_kept_once_a_minute(alone: Alone) -> None:
 def test_full_disk_pauses_the_writing(cache: Path, alone: Alone) -> None:
     """A file in the place of the directory is the error here."""
     cache.touch()
-    errors = alone.metrics.file_cache_errors._value
+    errors = alone.metrics.file_cache_errors
     alone.keep()
-    wait_until(lambda: errors.get() == 1)
+    wait_until(lambda: count(errors) == 1)
     alone.keep()
     cache.unlink()
     alone.clock.return_value = 62
     alone.keep()
     wait_until(lambda: kept(cache))
-    assert errors.get() == 1
+    assert count(errors) == 1
 
 
 def test_slow_disk_is_not_read(cache: Path, alone: Alone) -> None:

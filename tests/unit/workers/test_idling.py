@@ -12,36 +12,30 @@ from .conftest import MakePair
 from .fakes import ticket
 
 
-class Calls:
-    """Counts the calls of the store by worker. `num_pauses`: of those that have begun."""
+class CountingStore(MemoryStore):
+    """Counts the heartbeats of each worker, and the waits for room that have begun."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.num_heartbeats = Counter[str]()
         self.num_pauses = 0
-        heartbeat, wait = MemoryStore.heartbeat, MemoryStore.wait_for_room
 
-        async def counted(store: MemoryStore, pool_id: str, worker_id: str) -> Heartbeat:
-            self.num_heartbeats[worker_id] += 1
-            return await heartbeat(store, pool_id, worker_id)
+    async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
+        self.num_heartbeats[worker_id] += 1
+        return await super().heartbeat(pool_id, worker_id)
 
-        async def pausing(store: MemoryStore, pool_id: str, timeout_s: float) -> None:
-            self.num_pauses += 1
-            await wait(store, pool_id, timeout_s)
-
-        monkeypatch.setattr(MemoryStore, "heartbeat", counted)
-        monkeypatch.setattr(MemoryStore, "wait_for_room", pausing)
+    async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
+        self.num_pauses += 1
+        await super().wait_for_room(pool_id, timeout_s)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """A busy worker's heartbeats are fast; an idle worker sends none within the test."""
+async def test_an_idle_worker_skips_heartbeats(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy worker's heartbeats are fast here; an idle worker sends none within the test."""
     monkeypatch.setattr(heartbeats, "_HEARTBEAT_S", 0.001)
     monkeypatch.setattr(heartbeats, "_IDLE_HEARTBEAT_S", 1000.0)
-    return Calls(monkeypatch)
-
-
-async def test_an_idle_worker_skips_heartbeats(calls: Calls, make_pair: MakePair) -> None:
-    pair = await make_pair()
+    pair = await make_pair(store=(calls := CountingStore()))
     prefill, decode = pair.prefill.worker_id, pair.decode.worker_id
     await pair.until(lambda: calls.num_pauses == 2)
     assert calls.num_heartbeats == {prefill: 1, decode: 1}

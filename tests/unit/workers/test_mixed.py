@@ -34,7 +34,7 @@ from tests.waiting import until
 from .conftest import running
 from .fake_pools import FakePools
 from .fakes import PROMPT, FakeForward, FakeSession, expected, ticket
-from .runs import finished, outputs, prefilled, tokens
+from .runs import count, finished, outputs, prefilled, tokens
 
 BUDGET = 8
 
@@ -162,7 +162,7 @@ async def test_each_role_preempts_its_holders(mixed: MixedWorker) -> None:
         await until(partial(session.of, Requeued))
         (event,) = session.of(Requeued)
         assert (event.request_id, event.reason) == (request_id, RequeueReason.PREEMPTED)
-    assert mixed.worker.metrics.num_preemptions._value.get() == 2
+    assert count(mixed.worker.metrics.num_preemptions) == 2
     await mixed.until_empty()
 
 

@@ -7,13 +7,14 @@ import pytest
 
 from blockstore.errors import OutOfBlocks
 from blockstore.hashing import prefix_hashes
+from blockstore.memory_store import MemoryStore
 from blockstore.records import Allocation
 from services.protocol.messages import AwaitsBlocks, Requeued, RequeueReason
 from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
-from .runs import prefilled
+from .runs import count, prefilled
 
 
 async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> None:
@@ -35,15 +36,14 @@ async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> Non
 
 
 async def test_nothing_is_said_of_a_request_that_ended_while_the_store_was_asked(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair,
 ) -> None:
-    pair = await make_pair(num_blocks=4)
+    class EndsTheRequest(MemoryStore):
+        async def allocate(self, *_: Any, **__: Any) -> Allocation:
+            pair.prefill.role.abort(pair.session, "r1", 1)
+            raise OutOfBlocks(4, 0)
 
-    async def allocate(*_: Any, **__: Any) -> Allocation:
-        pair.prefill.role.abort(pair.session, "r1", 1)
-        raise OutOfBlocks(4, 0)
-
-    monkeypatch.setattr(pair.prefill.store, "allocate", allocate)
+    pair = await make_pair(num_blocks=4, store=EndsTheRequest())
     pair.prefill.role.submit(pair.session, ticket("r1", range(14)))
     await pair.until(lambda: not pair.prefill.role.jobs)
     await pair.prefill.writer.flush()
@@ -95,7 +95,7 @@ async def test_a_block_that_says_something_else_is_never_adopted(
     assert event.ticket.num_cached_tokens == num_cached_tokens
     assert event.ticket.holder_id == "h-r2+"
     assert event.ticket.sequences[0].token_ids == tuple(expected(PROMPT, 1))
-    assert pair.prefill.metrics.kv_corrupt._value.get() == 1
+    assert count(pair.prefill.metrics.kv_corrupt) == 1
     pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until_empty()
 
@@ -118,7 +118,7 @@ async def test_an_equal_hash_is_not_enough(
     pair.prefill.role.submit(pair.session, ticket("r2", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 2)
     assert prefilled(pair.session)["r2"].ticket.num_cached_tokens == 0
-    assert pair.prefill.metrics.kv_corrupt._value.get() == 1
+    assert count(pair.prefill.metrics.kv_corrupt) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 import asyncio
-from typing import Any
-
-import pytest
 
 from blockstore.hashing import prefix_hashes
+from blockstore.memory_store import MemoryStore
 from blockstore.records import Growth
 from services.protocol.messages import Failed, Generated, Prefilled, Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
-from .runs import prefilled
+from .runs import count, prefilled
 
 
 async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerPair) -> None:
@@ -29,18 +27,17 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerP
     assert holder.order == event.ticket.order
 
 
-async def test_a_ticket_is_detached_before_its_gateway_gets_it(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_ticket_is_detached_before_its_gateway_gets_it(make_pair: MakePair) -> None:
     """Otherwise a decode worker could claim it too early, while it still runs."""
-    detach, events = pair.store.detach, []
+    events: list[object] = []
 
-    async def watched(*args: Any) -> int:
-        await asyncio.sleep(0)
-        events.extend(pair.session.events)
-        return await detach(*args)
+    class Watched(MemoryStore):
+        async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
+            await asyncio.sleep(0)
+            events.extend(pair.session.events)
+            return await super().detach(pool_id, holder_id, epoch)
 
-    monkeypatch.setattr(pair.store, "detach", watched)
+    pair = await make_pair(store=Watched())
     pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     assert events == []
@@ -60,7 +57,7 @@ async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) ->
     assert pair.arena.num_computed == 8 + 1 + 1
     assert len({output.token_ids[0] for event in events for output in event.outputs}) == 1
     # Who adopts a block leaves its stamp alone too: it still says the same to the next one.
-    assert pair.prefill.metrics.kv_corrupt._value.get() == 0
+    assert count(pair.prefill.metrics.kv_corrupt) == 0
 
 
 async def test_a_prompt_that_is_not_finite_fails_alone(pair: WorkerPair) -> None:

@@ -12,6 +12,7 @@ from services.worker.swap.cost import SwapCost
 from .conftest import MakePair, counts_steps
 from .fakes import PROMPT, FakeSession, asked, expected, next_token, right, ticket
 from .preempting import come_back, evict_all, finish, swapped_out
+from .runs import count
 
 
 @counts_steps
@@ -29,7 +30,7 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: Make
     pair.decode.role.abort(pair.session, *back.key)
     assert await finish(pair, issued) == {0: right(0)}
     assert pair.arena.num_copied == num_copied
-    assert pair.prefill.metrics.kv_corrupt._value.get() == 0
+    assert count(pair.prefill.metrics.kv_corrupt) == 0
 
 
 async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair) -> None:

@@ -126,18 +126,15 @@ async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair
     await pair.until(lambda: pair.decode.role.load().num_free_slots == 16)
 
 
-async def test_a_gateway_that_does_not_read_loses_its_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("num_unread", [10_000, 10_001])
+async def test_a_gateway_that_does_not_read_loses_its_stream(num_unread: int) -> None:
     """Its unread events are kept no longer than the stream."""
-    monkeypatch.setattr(stream, "_MAX_UNREAD", 3)
     session = stream.StreamSession("gateway")
-    for number in range(3):
-        session.put({"welcome": worker_pb2.Welcome(worker_id=str(number))})
-    assert len(session._unread) == 3
-    for _ in range(5):
+    for _ in range(num_unread):
         session.put({"welcome": worker_pb2.Welcome()})
-    assert [fields async for fields in session.messages()] == []
+    session.finish()
+    num_read = sum([len(together) async for together in session.messages()])
+    assert num_read == (10_000 if num_unread == 10_000 else 0)
 
 
 async def test_batched_events_are_sent_together() -> None:
