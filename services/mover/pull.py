@@ -86,6 +86,7 @@ class Pull:
         ticket: Ticket,
         timeout_s: float,
         landing_timeout_s: float,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.num_blocks = 0
         self.reading_s = 0.0
@@ -98,7 +99,8 @@ class Pull:
         self._holder_id = self._further_id("pull") if self._is_prefix else ticket.holder_id
         self._timeout_s = timeout_s
         self._landing_timeout_s = landing_timeout_s
-        self._given_up_at = monotonic() + timeout_s
+        self._clock = clock
+        self._given_up_at = clock() + timeout_s
         self._pin: tuple[str, int] | None = None
         left_out = 0 if self._is_prefix else 1
         self._keys = BlockKeys.of(ticket, target.spec.block_size, num_left_out=left_out)
@@ -113,7 +115,7 @@ class Pull:
 
     def give_up(self) -> None:
         """End the pull as soon as nothing lands any more."""
-        self._given_up_at = min(self._given_up_at, monotonic())
+        self._given_up_at = min(self._given_up_at, self._clock())
 
     async def run(self) -> Ticket | None:
         """Return the ticket, detached in the own pool, or None if the prompt's blocks are in its
@@ -272,9 +274,9 @@ class Pull:
             raise PullFailed("wrong_stamps", "the source's blocks hold other tokens")
         self._require_may_write()
         items = [sources[key] for key in copied]
-        began = monotonic()
+        began = self._clock()
         await self._read(Area.BLOCKS, items, target.blocks, tuple(copied.values()))
-        self.reading_s = monotonic() - began
+        self.reading_s = self._clock() - began
         self._note("blocks_read")
         after = await self._read_stamps(self._after, sources.values())
         if before != after:
@@ -315,12 +317,12 @@ class Pull:
             )
             await landed(transfer, self._end_if_late)
             self._check()
-            self._given_up_at = monotonic() + self._timeout_s
+            self._given_up_at = self._clock() + self._timeout_s
 
     async def _end_if_late(self) -> None:
         """A read that does not end ends the process: nobody else can know when its blocks are
         quiet."""
-        late_s = monotonic() - self._given_up_at
+        late_s = self._clock() - self._given_up_at
         if late_s > 0:
             await self._unpin()
         if late_s > self._landing_timeout_s:
@@ -330,7 +332,7 @@ class Pull:
         log.debug("pull_step", step=step, holder_id=self._holder_id)
 
     def _check(self) -> None:
-        if monotonic() >= self._given_up_at:
+        if self._clock() >= self._given_up_at:
             raise PullFailed("given_up")
 
     def _require_may_write(self) -> None:

@@ -167,8 +167,9 @@ class RecordingRunner(Runner):
         kv_in_int8: bool = False,
         kv_in_fp8: bool = False,
         context: int | None = None,
+        isa: str | None = None,
     ) -> None:
-        self.ops = kvops.backend(backend)
+        self.ops = kvops.backend(backend, isa)
         if self.ops.native is not None:
             self.ops.native.assign([Lane()] * num_threads)
         model = load_model(

@@ -110,17 +110,16 @@ def test_greedy_tokens_are_those_of_peft(
 @pytest.mark.parametrize("isa", [*usable_kernels()[1:], *emulated_kernels()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_instruction_set_computes_adapters(
-    dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    dtype: torch.dtype, isa: str, tmp_path: Path
 ) -> None:
     """The logits of PEFT, and a row's bits are the same alone and beside rows of another adapter.
     Heads of 10 and ranks of 5 are no whole vectors."""
-    monkeypatch.setattr("kvops.native.usable_kernels", lambda: [isa])
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["qwen2-mqa-tied"])
     directories = [
         make_adapter(tmp_path / "first", checkpoint, 3, r=5),
         make_adapter(tmp_path / "second", checkpoint, 4, target_modules=["v_proj", "up_proj"]),
     ]
-    runner = AdapterRunner(checkpoint, 4, 200, dtype=dtype)
+    runner = AdapterRunner(checkpoint, 4, 200, dtype=dtype, isa=isa)
     loaded = [runner.load(directory) for directory in directories]
     prompt = random_prompt(30, 2)
     together = [runner.with_adapter(prompt, one) for one in [*loaded, None, *loaded]]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.weights.placement import SharedWeights
 from services.pool.layout import PoolLayout
 from services.runtime.errors import StartupError
+from tests.fake_gpu import list_processes
 
 GIB = 1 << 30
 
@@ -101,7 +103,7 @@ class Meter:
     [(40, 3, [14, 13, 13]), (8, 8, [1] * 8), (4, 8, [1] * 4), (10_000, 1, [4096])],
 )
 def test_the_largest_step_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_rows: int, lens: list[int]
+    tmp_path: Path, num_tokens: int, num_rows: int, lens: list[int]
 ) -> None:
     """It has all tokens, draws from all rows and needs all states, with at most the context each.
     The arena of one block and the weights are no activations."""
@@ -109,24 +111,29 @@ def test_the_largest_step_is_measured(
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     layout = PoolLayout("tiny", "f", 2, 2, 16, "float32", 16)
     steps: list[list[Row]] = []
-    launch = Runner.launch
 
-    def launched(runner: Runner, rows: list[Row]) -> Flight:
-        steps.append(rows)
-        before = runner._kv.clone()
-        flight = launch(runner, rows)
-        assert torch.equal(runner._kv, before), "it stores nothing"
-        results = flight.result()
-        assert len(results) == len(lens)
-        assert all(isinstance(result, RowOutput) and result.logprobs for result in results)
-        return flight
+    class WatchedRunner(Runner):
+        def launch(self, rows: Sequence[Row], copies: Any = (), num_waiting: int = 0) -> Flight:
+            steps.append(list(rows))
+            before = arenas[-1].clone()
+            flight = super().launch(rows, copies, num_waiting)
+            assert torch.equal(arenas[-1], before), "it stores nothing"
+            results = flight.result()
+            assert len(results) == len(lens)
+            assert all(isinstance(result, RowOutput) and result.logprobs for result in results)
+            return flight
 
-    monkeypatch.setattr(Runner, "launch", launched)
+    arenas: list[torch.Tensor] = []
+
+    def new_runner(kv: torch.Tensor) -> Runner:
+        arenas.append(kv)
+        return WatchedRunner(model, kv, 16, ops)
+
     meter = Meter()
     plan = profile(
         meter,
         model.device,
-        lambda kv: Runner(model, kv, 16, ops),
+        new_runner,
         layout,
         num_tokens=num_tokens,
         num_rows=num_rows,
@@ -183,16 +190,12 @@ def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
 
 def test_memory_of_freed_tensors_is_not_a_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture of a graph gives it back, so it would hide the memory of the first graphs."""
-    import pynvml
-
     process = SimpleNamespace(pid=os.getpid(), usedGpuMemory=900)
 
     def empty_cache() -> None:
         process.usedGpuMemory = 500
 
-    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
-        monkeypatch.setattr(pynvml, name, lambda *_: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [process])
+    list_processes(monkeypatch, [process])
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     assert CudaMeter(torch.device("cuda:0"), "GPU-1").used() == 500
 
@@ -202,10 +205,6 @@ def test_missing_figures_of_nvml_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     meter = CudaMeter(torch.device("cuda:0"), "GPU-1")
     with pytest.raises(StartupError, match="NVML does not tell this process's memory"):
         meter.other()
-    import pynvml
-
-    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
-        monkeypatch.setattr(pynvml, name, lambda *_: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [])
+    list_processes(monkeypatch, [])
     with pytest.raises(StartupError, match=r"does not list process .* \(pid: host\)"):
         meter.other()

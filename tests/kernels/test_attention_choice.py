@@ -19,6 +19,7 @@ import kvops
 from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch, step_of
 from kvops import AttentionShape, Backend, BackendUnavailable, choose_attention
 from kvops.step import AttentionStep
+from tests.fake_gpu import use_gpu
 
 from . import flash_stand_in, flashinfer_stand_in
 from .test_attention import ROWS, TOLERANCE
@@ -33,10 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Sets the GPU's capability and the installed packages."""
 
     def machine(capability: tuple[int, int], **packages: Any) -> None:
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+        use_gpu(monkeypatch, capability)
         for module in (
             "kvops.attention.flash",
             "kvops.attention.flash_package",

@@ -13,6 +13,7 @@ from torch import zeros
 import kvops
 from kvops import Backend, BackendUnavailable
 from kvops.native import NUMERICS, Lane, NativeCpu, usable_kernels
+from tests.fake_gpu import use_gpu
 
 ARENA = zeros(4, 2, 2, 16, 2, 8)
 LAYER = ARENA[:, 0]
@@ -112,33 +113,24 @@ def test_a_package_that_cannot_be_loaded_is_named_with_its_error(
 
 def test_triton_is_refused_without_a_gpu_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = "'triton' needs a CUDA device"
-    monkeypatch.setattr(torch.version, "cuda", None)
+    use_gpu(monkeypatch, (8, 0), cuda=None)
     with pytest.raises(BackendUnavailable, match=rf"{wanted}; PyTorch .* is built without CUDA"):
         kvops.backend("triton")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    use_gpu(monkeypatch, (8, 0), is_available=False)
     with pytest.raises(BackendUnavailable, match=rf"{wanted}; PyTorch .* sees none"):
         kvops.backend("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    use_gpu(monkeypatch, (7, 5), "Tesla T4")
     with pytest.raises(
         BackendUnavailable, match=rf"{wanted} of .* 8\.0 or more; Tesla T4 has 7\.5"
     ):
         kvops.backend("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    use_gpu(monkeypatch, (8, 0))
     assert kvops.backend("triton").name == "triton"
 
 
 def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with another GPU, PyTorch, Triton, CUDA or kernels cannot join the same pool."""
-    for place, name, value in (
-        (torch.version, "cuda", "13.0"),
-        (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "get_device_name", lambda: "NVIDIA H100"),
-        (torch.cuda, "get_device_capability", lambda: (9, 0)),
-    ):
-        monkeypatch.setattr(place, name, value)
+    use_gpu(monkeypatch, (9, 0), "NVIDIA H100")
     assert kvops.backend("triton").numerics(torch.bfloat16) == {
         "backend": "triton",
         "dtype": "bfloat16",

@@ -4,12 +4,9 @@ the driver's list without it. Each of these by itself is not enough."""
 import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import pynvml
 import pytest
 
 from services.block_manager.gpu.processes import (
@@ -20,6 +17,7 @@ from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProce
 from services.block_manager.watcher import Watcher
 from services.pool.directory import PoolDirectory
 from services.pool.locks import WorkerLock
+from tests.fake_gpu import list_processes
 from tests.waiting import until
 
 PID, GPU = 4711, "GPU-0001"
@@ -252,34 +250,12 @@ def test_a_mover_is_one_process_on_several_gpus(tmp_path: Path) -> None:
     os.close(pidfd)
 
 
-def nvml_with(monkeypatch: pytest.MonkeyPatch, *processes: int, mps: tuple[int, ...] = ()) -> None:
-    found: dict[str, Callable[..., Any]] = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
-        "nvmlDeviceGetComputeRunningProcesses": lambda device: [
-            SimpleNamespace(pid=pid) for pid in processes
-        ],
-        "nvmlDeviceGetMPSComputeRunningProcesses": lambda device: [
-            SimpleNamespace(pid=pid) for pid in mps
-        ],
-    }
-    for name, function in found.items():
-        assert hasattr(pynvml, name), name
-        monkeypatch.setattr(pynvml, name, function)
-
-
-def test_nvml_lists_processes_of_mps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml_with(monkeypatch, 3, 5, mps=(7,))
-    assert AllProcesses().pids(GPU) == {3, 5, 7}
-
-
-def test_nvml_without_mps_lists_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: object) -> None:
-        raise pynvml.NVMLError_NotSupported
-
-    nvml_with(monkeypatch, 3)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", refuse)
-    assert AllProcesses().pids(GPU) == {3}
+@pytest.mark.parametrize(("mps", "pids"), [((7,), {3, 5, 7}), (None, {3, 5})])
+def test_nvml_lists_processes_of_mps_too_if_it_knows_them(
+    monkeypatch: pytest.MonkeyPatch, mps: tuple[int, ...] | None, pids: set[int]
+) -> None:
+    list_processes(monkeypatch, [SimpleNamespace(pid=pid) for pid in (3, 5)], mps)
+    assert AllProcesses().pids(GPU) == pids
 
 
 def test_nvml_without_a_driver_is_an_error() -> None:

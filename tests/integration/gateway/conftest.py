@@ -245,8 +245,10 @@ def short_absence(monkeypatch: pytest.MonkeyPatch) -> None:
 async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def make(*workers: FakePrefill | FakeDecode, **options: Any) -> GatewayHarness:
-            harness = GatewayHarness(model_dir, stack)
+        async def make(
+            *workers: FakePrefill | FakeDecode, store: MemoryStore | None = None, **options: Any
+        ) -> GatewayHarness:
+            harness = GatewayHarness(model_dir, stack, store or MemoryStore())
             await harness.open(OPTIONS.model_copy(update=options))
             await harness.add(*workers)
             return harness

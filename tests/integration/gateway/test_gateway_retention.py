@@ -8,6 +8,7 @@ import pytest
 
 from blockstore.errors import Recovering, StoreUnavailable
 from blockstore.hashing import prefix_hashes
+from blockstore.memory_store import MemoryStore
 from quire import messages, types
 from quire.messages import Request
 from quire.types import Retain, RetainAnswer, Sampling, Usage
@@ -122,14 +123,15 @@ async def test_wrong_directives_are_refused(
     ],
 )
 async def test_a_request_is_served_although_the_store_refuses(
-    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+    make_harness: Any, error: Exception, reason: str
 ) -> None:
     """A request does not wait for a recovery of the ledger only to retain something."""
 
-    async def away(*_: object) -> None:
-        raise error
+    class Refusing(MemoryStore):
+        async def retain(self, *_: Any) -> Any:
+            raise error
 
-    monkeypatch.setattr(harness.store, "retain", away)
+    harness = await make_harness(FakePrefill(), FakeDecode(), store=Refusing())
     (rejected,) = (await usage_of(harness)).retained
     assert rejected.status == "rejected"
     assert rejected.reason == reason

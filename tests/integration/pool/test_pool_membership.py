@@ -4,6 +4,7 @@ it."""
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,22 +37,21 @@ async def test_the_first_makes_the_pool_and_the_second_shares_it(
     assert is_held(first.directory.lock_path("prefill-1"))
 
 
-async def test_a_worker_is_locked_before_the_store_knows_it(
-    joined: Join, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_is_locked_before_the_store_knows_it(joined: Join, tmp_path: Path) -> None:
     """So a worker that dies right after it has registered is detected like any other."""
-    register, was_held = store.register_worker, []
+    was_held: list[bool] = []
 
-    async def watched(
-        spec: PoolSpec, worker_id: str, recovery: Recovery, mark_owned: MarkOwned
-    ) -> None:
-        (directory,) = pool_directories(tmp_path)
-        was_held.append(is_held(directory.lock_path(worker_id)))
-        await register(spec, worker_id, recovery, mark_owned)
+    class Watched(MemoryStore):
+        async def register_worker(
+            self, spec: PoolSpec, worker_id: str, *args: Any, **named: Any
+        ) -> None:
+            (directory,) = pool_directories(tmp_path)
+            was_held.append(is_held(directory.lock_path(worker_id)))
+            await super().register_worker(spec, worker_id, *args, **named)
 
-    monkeypatch.setattr(store, "register_worker", watched)
-    await joined("prefill-1")
-    await joined("decode-1")
+    store = Watched()
+    await joined("prefill-1", store=store)
+    await joined("decode-1", store=store)
     assert was_held == [True, True]
 
 

@@ -37,6 +37,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     upgrades: list[UpgradeResponse] = field(default_factory=lambda: [UpgradeResponse()])
     stories: list[list[str]] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
+    authorizations: list[str | bytes | None] = field(default_factory=list)
     health: HealthServicer = field(default_factory=HealthServicer)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -113,6 +114,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         self.refusal = status, text
 
     def _refuse(self, context: grpc.ServicerContext) -> None:
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization"))
         if self.is_away:  # as a proxy says of a gateway that is gone
             context.abort(grpc.StatusCode.UNAVAILABLE, "")
         if self.refusal is not None:

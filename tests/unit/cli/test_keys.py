@@ -87,17 +87,11 @@ def test_certificates_are_written_and_a_strange_name_is_refused(
 
 
 def test_the_key_goes_with_each_call(gateway: Any, monkeypatch: Any) -> None:
-    seen: list[str | None] = []
-
-    def note(_gateway: Any, context: Any) -> None:
-        seen.append(dict(context.invocation_metadata()).get("authorization"))
-
-    monkeypatch.setattr(type(gateway), "_refuse", note)
     assert main(["models"]) == 0
     assert main(["models", "--api-key", "k-1"]) == 0
     monkeypatch.setenv("QUIRE_API_KEY", "k-2")
     assert main(["models"]) == 0
-    assert seen == [None, "Bearer k-1", "Bearer k-2"]
+    assert gateway.authorizations == [None, "Bearer k-1", "Bearer k-2"]
 
 
 def test_refused_keys_and_unusable_files_are_errors_of_their_own(

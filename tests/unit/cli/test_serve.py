@@ -1,6 +1,7 @@
 """`quire serve` with invalid arguments."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_a_host_that_cannot_do_its_part_is_told_why(
 
 
 def test_a_host_needs_nixl_for_a_mover(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.supervisor.hosts.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     assert main(["serve", *STORE, "--service-host", "10.0.0.1"]) == 1
     assert "pip install 'quire-serve[mover]'; with --no-mover each host" in capsys.readouterr().err
 

@@ -1,7 +1,7 @@
 """The workers as the registry lists them: joining, leaving, and unusable ones."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -34,11 +34,21 @@ class FakeConnection:
         self.closed = True
 
 
+class WatchedRegistry(MemoryRegistry):
+    """Calls `before_read` before its members are read."""
+
+    before_read: Callable[[], None] = staticmethod(lambda: None)
+
+    async def members(self) -> tuple[Member, ...]:
+        self.before_read()
+        return await super().members()
+
+
 class DirectorySetup:
     """A directory on a store with two pools, `a` and `b`; the model directory `bad` is broken."""
 
     def __init__(self) -> None:
-        self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
+        self.store, self.registry, self.changes = MemoryStore(), WatchedRegistry(), ChangeNotifier()
         self.connections: dict[str, FakeConnection] = {}
         """By worker id; those of a worker that mixes by its id and the role, too."""
         self.num_loads = 0
@@ -262,20 +272,18 @@ async def test_the_block_manager_is_known_while_it_is_there(setup: DirectorySetu
 
 
 async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
-    setup: DirectorySetup, monkeypatch: pytest.MonkeyPatch
+    setup: DirectorySetup,
 ) -> None:
     await setup.announce(member("p1", "prefill"), member("d1", "decode"))
     num_asked = 0
 
-    async def members() -> tuple[Member, ...]:
+    def fail() -> None:
         nonlocal num_asked
         num_asked += 1
         assert setup.directory.ready()
-        if num_asked < 3:
-            raise StoreUnavailable("no answer")
-        raise StoreLost("another one")
+        raise StoreUnavailable("no answer") if num_asked < 3 else StoreLost("another one")
 
-    monkeypatch.setattr(setup.registry, "members", members)
+    setup.registry.before_read = fail
     with pytest.raises(StoreLost):
         await setup.directory.watch()
     assert num_asked == 3

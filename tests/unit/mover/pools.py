@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, ClassVar
 
 from blockstore.hashing import prefix_hashes, root_hash
@@ -162,6 +163,7 @@ class World:
     target: Target
     ended: list[str]
     is_fenced: bool = False
+    clock: Callable[[], float] = monotonic
 
     @classmethod
     async def make(cls, **options: Any) -> "World":
@@ -212,7 +214,8 @@ class World:
         )
 
     def pull(self, ticket: Ticket, timeout_s: float = 5.0, landing_s: float = 5.0) -> Pull:
-        return Pull(self.transport, self.source, self.target, ticket, timeout_s, landing_s)
+        limits = timeout_s, landing_s
+        return Pull(self.transport, self.source, self.target, ticket, *limits, self.clock)
 
     async def num_held(self, pool_id: str) -> int:
         audit = await self.store.audit(pool_id)

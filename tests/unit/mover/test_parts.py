@@ -1,13 +1,11 @@
 """A long pull reads part after part, each within a time limit of its own."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from services.mover import pull as pulling
 from services.mover.pull import PullFailed
-from services.mover.transport import Area
 from tests.clock import Clock
 
 from .pools import BLOCK_BYTES, World
@@ -16,30 +14,15 @@ from .test_pull import TOKENS, has_read, nothing_came
 TIMEOUT_S = 20.0
 
 
-def reads(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Area, list[int]]]:
-    """The reads that a pull asks for, in order."""
-    asked: list[tuple[Area, list[int]]] = []
-    read = world.transport.read
-
-    def noted(
-        source: object, area: Area, items: Sequence[int], target: object, places: Sequence[int]
-    ) -> object:
-        asked.append((area, list(items)))
-        return read(source, area, items, target, places)
-
-    monkeypatch.setattr(world.transport, "read", noted)
-    return asked
-
-
 @pytest.mark.parametrize("share", [0.9, 1.1])
 async def test_the_time_limit_is_that_of_a_part(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """Nine parts of 18 s each come within 20 s each; a part of 22 s is late."""
     clock = Clock()
-    monkeypatch.setattr(pulling, "monotonic", clock)
     monkeypatch.setattr(pulling, "PART_BLOCKS", 1)
     world = await World.make()
+    world.clock = clock
 
     def take_time(_: int) -> None:
         clock.now_s += share * TIMEOUT_S
@@ -80,9 +63,9 @@ async def test_a_pull_that_is_given_up_waits_for_its_part_only(
 async def test_a_part_without_an_end_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the last one, long after the pull has begun."""
     clock = Clock()
-    monkeypatch.setattr(pulling, "monotonic", clock)
     monkeypatch.setattr(pulling, "PART_BLOCKS", 1)
     world = await World.make(lands=False)
+    world.clock = clock
     running = asyncio.create_task(
         world.pull(await world.detached(TOKENS), TIMEOUT_S, landing_s=10.0).run()
     )
