@@ -80,6 +80,7 @@ class DeviceRunner(Runner):
     def __init__(self, checkpoint: Path, dtype: torch.dtype, ops: Backend) -> None:
         model = load_model(checkpoint, dtype, ops)
         assert isinstance(model, ComposedModel)
+        self.model = model
         c = model.config
         shape = (1 + BLOCKS_EACH * MAX_ROWS, c.num_layers, 2, SIZE, c.num_kv_heads, c.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype)

@@ -172,7 +172,7 @@ class RecordingRunner(Runner):
         self.ops = kvops.backend(backend, isa)
         if self.ops.native is not None:
             self.ops.native.assign([Lane()] * num_threads)
-        model = load_model(
+        self.model = model = load_model(
             directory,
             dtype,
             self.ops,
@@ -197,7 +197,7 @@ class RecordingRunner(Runner):
 
     def _forward(self, *args: Any) -> tuple[Tensor, dict[str, Tensor]]:
         hidden, placed = super()._forward(*args)
-        self.last_logits = self._model.logits(hidden)
+        self.last_logits = self.model.logits(hidden)
         return hidden, placed
 
     def place(self, prompt: tuple[int, ...], shared: Trial | None = None) -> Trial:
@@ -227,11 +227,11 @@ class RecordingRunner(Runner):
                 running.append(waiting.pop(0))
             unfinished = [trial for trial in running if not trial.finished]
             if unfinished:
-                self._step(unfinished, chunk)
+                self.step(unfinished, chunk)
             elif not waiting:
                 return
 
-    def _step(self, suspects: list[Trial], chunk: int) -> None:
+    def step(self, suspects: list[Trial], chunk: int) -> None:
         rows = [trial.next_row(chunk) for trial in suspects]
         drawn = self.run(rows)
         logits = iter(self.last_logits)

@@ -80,8 +80,8 @@ class RankedRunner(RecordingRunner):
             keeper=directory if shared else None,
         )
         self.ranks = ranks
-        model = ranks.load(plan, self.ops, shared)
-        config = model.config
+        self.model: Any = ranks.load(plan, self.ops, shared)
+        config = self.model.config
         names: dict[torch.dtype, KVDtype] = {dtype: name for name, dtype in DTYPES.items()}
         self.layout = PoolLayout(
             model="model",
@@ -103,5 +103,5 @@ class RankedRunner(RecordingRunner):
         self.arena = self.membership.pool.kv
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
-        self.steps = ranks.steps(model, self.arena, block_size, self.ops)
-        Runner.__init__(self, model, self.arena, block_size, self.ops, self.steps)
+        self.steps = ranks.steps(self.model, self.arena, block_size, self.ops)
+        Runner.__init__(self, self.model, self.arena, block_size, self.ops, self.steps)

@@ -49,21 +49,21 @@ class AdapterRunner(RecordingRunner):
     adapters: dict[int, LoadedAdapter | None]
 
     def load(self, directory: Path) -> LoadedAdapter:
-        files = AdapterFiles.read(directory, self._model.whole_config, 64)
-        return LoadedAdapter(files.digest, self._model.load_adapter(files))
+        files = AdapterFiles.read(directory, self.model.whole_config, 64)
+        return LoadedAdapter(files.digest, self.model.load_adapter(files))
 
     def with_adapter(self, prompt: tuple[int, ...], adapter: LoadedAdapter | None) -> Trial:
         trial = self.place(prompt)
         self.adapters = {**getattr(self, "adapters", {}), id(trial): adapter}
         return trial
 
-    def _step(self, suspects: list[Trial], chunk: int) -> None:
+    def step(self, suspects: list[Trial], chunk: int) -> None:
         def digest(trial: Trial) -> str:
             adapter = self.adapters[id(trial)]
             return adapter.digest if adapter else ""
 
         self._suspects = sorted(suspects, key=digest)
-        super()._step(self._suspects, chunk)
+        super().step(self._suspects, chunk)
 
     def run(self, rows: Any) -> Any:
         return super().run(
@@ -136,7 +136,7 @@ class RankedAdapterRunner(AdapterRunner, RankedRunner):
     """As `AdapterRunner`, on several ranks."""
 
     def load(self, directory: Path) -> LoadedAdapter:
-        files = AdapterFiles.read(directory, self._model.whole_config, 64)
+        files = AdapterFiles.read(directory, self.model.whole_config, 64)
         return LoadedAdapter(files.digest, self.ranks.adapters.load(files))
 
 

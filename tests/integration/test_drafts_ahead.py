@@ -107,9 +107,9 @@ def test_tokens_behind_drafts_in_flight_are_those_of_steps_without_drafts(
     runner = runner_of(checkpoint, has_graphs=has_graphs)
     draft = runner_of(checkpoint, has_graphs=has_graphs)
     if not is_same:
-        other: Any = draft._model
-        noise = torch.randn(other._head.shape, generator=torch.Generator().manual_seed(1))
-        other._head = other._head + 0.2 * other._head.std() * noise
+        other: Any = draft.model
+        noise = torch.randn(other.head.shape, generator=torch.Generator().manual_seed(1))
+        other.head = other.head + 0.2 * other.head.std() * noise
     model = DraftModel(
         lambda rows: draft.launch(rows).result(),
         48,

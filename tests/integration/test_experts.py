@@ -79,9 +79,9 @@ def test_mxfp4_weights_stay_packed_where_kernels_take_them(tmp_path: Path) -> No
     recording = RecordingRunner(directory, 16, 20, "reference")
     trial = recording.place(random_prompt(30, seed=1))
     recording.decode_all([trial], 4096)
-    model: Any = recording._model
+    model: Any = recording.model
     stored = load_file(directory / "model.safetensors")
-    for number, layer in enumerate(model._layers):
+    for number, layer in enumerate(model.layers):
         for name, weight in (("gate_up", layer.experts.gate_up), ("down", layer.experts.down)):
             assert weight.kind == "mxfp4"
             key = f"model.layers.{number}.mlp.experts.{name}_proj"
@@ -127,7 +127,7 @@ def test_weights_of_experts_are_where_the_model_computes(tmp_path: Path) -> None
     """Routers, biases and sinks too, in fp32 where these are computed so."""
     directory = make(tmp_path / "model", CASES["gpt-oss"])
     model: Any = load_model(directory, torch.bfloat16, Backend(OnGpu()), device="meta")
-    for layer in model._layers:
+    for layer in model.layers:
         weights = layer.experts
         in_fp32 = [weights.router, weights.router_bias, layer.sinks]
         others = [weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias]

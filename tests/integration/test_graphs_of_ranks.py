@@ -200,8 +200,8 @@ def test_a_rank_gives_up_its_graphs_with_the_arena(
     old.capture_graphs(2, 0, lambda: ranks.new_graph(0))
     ranks.leave()
     ranks.join([old.colder, old.membership], max_num_seqs=8)
-    model, kv = old._model, old.colder.pool.kv
-    new = Runner(model, kv, SIZE, old.ops, ranks.steps(model, kv, SIZE, old.ops))  # type: ignore[arg-type]
+    model, kv = old.model, old.colder.pool.kv
+    new = Runner(model, kv, SIZE, old.ops, ranks.steps(model, kv, SIZE, old.ops))
     new.capture_graphs(2, 0, lambda: ranks.new_graph(0))
     new.launch([Row((1,), 0, [3], 0, (GREEDY,))]).result()
     ranks.leave()

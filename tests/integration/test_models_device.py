@@ -101,13 +101,13 @@ def test_an_arena_on_another_device_than_the_model_is_refused(checkpoint: Path) 
 
 def test_tied_embeddings_are_on_the_device_once(checkpoint: Path) -> None:
     model = composed(checkpoint, "meta")
-    assert (model._head is model._embedding) is model.config.tied_embeddings
+    assert (model.head is model.embedding) is model.config.tied_embeddings
 
 
 def test_a_layer_has_four_linears(checkpoint: Path) -> None:
     """Queries, keys and values are one of them, gate and up another."""
     model = composed(checkpoint, "cpu")
-    c, layer = model.config, model._layers[0]
+    c, layer = model.config, model.layers[0]
     assert isinstance(layer.qkv.weight, Tensor)
     assert layer.qkv.weight.shape == (
         (c.num_heads + 2 * c.num_kv_heads) * c.head_dim,

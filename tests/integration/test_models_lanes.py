@@ -68,7 +68,7 @@ class ChangingLanes:
         """The logits, and results of the other loops over the head."""
         hidden = self.recording.hidden(rows())
         batch = batch_of([(GREEDY, DRAWN, TOLD)[state % 3] for state in range(10)], [33] * 10)
-        drawn = self.recording._model.draw(hidden, batch, [None] * 10)
+        drawn = self.recording.model.draw(hidden, batch, [None] * 10)
         return [self.recording.last_logits, *drawn]
 
     def check(self) -> None:
@@ -166,7 +166,7 @@ def test_the_decoder_has_seven_barriers_a_layer_and_three(checkpoint: Path) -> N
         native.assign([Lane()] * number)
         before = native.pool.num_loops
         recording.hidden([Row([i], 0, [i], draws=(GREEDY,)) for i in range(number)])
-        num_layers = recording._model.config.num_layers
+        num_layers = recording.model.config.num_layers
         assert native.pool.num_loops - before == 7 * num_layers + 3 + 2
 
 

@@ -70,7 +70,7 @@ def test_an_arena_of_another_model_is_refused(
     recording: RecordingRunner, arena: torch.Tensor
 ) -> None:
     with pytest.raises(ValueError, match="arena torch"):
-        Runner(recording._model, arena, block_size=4, ops=recording.ops)
+        Runner(recording.model, arena, block_size=4, ops=recording.ops)
 
 
 def test_only_the_slots_of_new_positions_are_written(recording: RecordingRunner) -> None:
@@ -119,7 +119,7 @@ def test_copied_blocks_go_on_as_what_they_were_copied_from(recording: RecordingR
     effect."""
     prompt = random_prompt(6, seed=0)
     recording.run([Row(prompt, 0, (0, 1))])
-    recording._steps.copy_blocks([(1, 8), (0, 9)])
+    recording.launch([], [(1, 8), (0, 9)])
     (right,) = recording.run([Row((7,), 6, (0, 1), draws=(GREEDY,))])
     assert recording.run([Row((7,), 6, (9, 8), draws=(GREEDY,))]) == [right]
     assert torch.equal(recording.arena[0], recording.arena[9])

@@ -59,7 +59,7 @@ def generate(ops: Backend, directory: Path, content: float) -> list[RowResult]:
 
     compute(0, prompt[:5], 0)
     first = compute(0, prompt[5:], 5)
-    runner._steps.copy_blocks(list(zip(blocks[0][:2], blocks[1][:2], strict=True)))
+    runner.launch([], list(zip(blocks[0][:2], blocks[1][:2], strict=True)))
     second = [17]
     for position in range(len(prompt), 2 * BLOCK_SIZE + 3):
         first = compute(0, first, position)

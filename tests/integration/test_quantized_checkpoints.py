@@ -247,8 +247,8 @@ def composed_kinds(directory: Path, **options: Any) -> list[str | None]:
     """The kinds of qkv, gate and up, and the head, as a GPU gets them; None in floating point."""
     ops = kvops.backend("reference")
     model: Any = load_model(directory, torch.bfloat16, ops, device="meta", **options)
-    layer = model._layers[0]
-    weights = layer.qkv.weight, layer.gate_up.weight, model._head
+    layer = model.layers[0]
+    weights = layer.qkv.weight, layer.gate_up.weight, model.head
     assert all(one.codes.is_meta for one in weights if isinstance(one, GroupedWeight))
     return [getattr(weight, "kind", None) for weight in weights]
 
@@ -273,7 +273,7 @@ def test_experts_of_composed_models_answer_with_the_dequantized_weights(tmp_path
     model: Any = load_model(
         tmp_path / "quantized", torch.bfloat16, kvops.backend("reference"), device="meta"
     )
-    experts = [layer.experts for layer in model._layers]
+    experts = [layer.experts for layer in model.layers]
     assert [getattr(one.gate_up, "kind", None) for one in experts] == ["int4-32", "int4-32"]
     assert [getattr(one.down, "kind", None) for one in experts] == ["int4-32", None]
     compare_answers(tmp_path / "quantized", twin, bound=0.03, backend="reference")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_store import MemoryStore
@@ -18,6 +19,7 @@ from services.engine.ranks.rank import Rank, execute
 from services.engine.weights.placement import SharedWeights
 from services.pool.directory import PoolDirectory
 from services.pool.header import PoolHeader
+from services.pool.keeper import borrow, close_all
 from services.pool.layout import PoolLayout
 from services.pool.sizing import MemoryPlan
 from services.worker.membership import Membership, join
@@ -77,18 +79,16 @@ async def test_two_workers_of_two_ranks_hand_over_block_ids(tmp_path: Path) -> N
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     store, root = MemoryStore(), tmp_path / "pools"
     root.mkdir()
-    async with keeping(root) as keeper:
+    async with keeping(root):
         workers = [GpuWorker(root, store, name) for name in ("prefill-1", "decode-1")]
-        first, second = [await worker.start(checkpoint) for worker in workers]
+        with capture_logs() as logs:
+            first, second = [await worker.start(checkpoint) for worker in workers]
         assert first.membership.header.gpu_uuids == ("MEMFD-0", "MEMFD-1")
-        weights = keeper._weights._sealed
-        assert sorted(gpu for _, gpu in weights) == ["MEMFD-0", "MEMFD-1"]
-        assert len({name for name, _ in weights}) == 2
-        arenas = keeper._memory[first.membership.spec.pool_id]
+        arenas = await asyncio.to_thread(borrow, root, first.membership.spec.pool_id)
         for fd in arenas:
             os.pwrite(fd, b"\xff" * os.fstat(fd).st_size, 0)
         trial = first.place(random_prompt(30, 1))
-        await asyncio.to_thread(first._step, [trial], 100)
+        await asyncio.to_thread(first.step, [trial], 100)
         await asyncio.to_thread(second.decode_all, [trial], 100)
         assert trial.new_tokens == Oracle(checkpoint).answer(trial.prompt).token_ids
         block_bytes = first.layout.block_bytes
@@ -96,6 +96,10 @@ async def test_two_workers_of_two_ranks_hand_over_block_ids(tmp_path: Path) -> N
         assert [written(fd, block_bytes) for fd in arenas] == [used, used]
         contents = [os.pread(fd, block_bytes, block_bytes * min(used)) for fd in arenas]
         assert contents[0] != contents[1], "the ranks have other heads"
+        close_all(arenas)
+        sealed = [line for line in logs if line["event"] == "weights_sealed"]
+        assert sorted(line["gpu_uuid"] for line in sealed) == ["MEMFD-0", "MEMFD-1"]
+        assert len({line["weights"] for line in sealed}) == 2
         for worker, runner in zip(workers, (first, second), strict=True):
             worker.ranks.close()
             assert worker.shared.kept is not None

@@ -1,6 +1,7 @@
 """Workers of several ranks on gloo: the tokens of transformers, the same bits in any batch, copies
 of blocks, and the end of a rank."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.engine.batch import Row, RowOutput, Scoring
 from services.pool.locks import is_held
 from services.runtime.errors import StartupError
 from services.worker.ranks.processes import Ranks
+from tests.waiting import wait_until
 
 from .family_checkpoints import CASES
 from .family_checkpoints import make as make_family
@@ -159,7 +161,7 @@ def test_quantized_weights_stay_packed_beside_kernels_that_take_them(
         kind = "int4-32" if scheme == "gptq" else "fp8-128"
         write_quantized(plain, model, gptq(32, symmetric=True) if scheme == "gptq" else fp8_block())
     runner = RankedRunner(model, tmp_path, crews[2], ops=kvops.backend("reference"))
-    layer: Any = runner._model._layers[0]  # type: ignore[attr-defined]
+    layer: Any = runner.model.layers[0]
     assert [one.weight.kind for one in (layer.qkv, layer.output, layer.down)] == [kind] * 3
     alone = RecordingRunner(model, 16, 20, "reference")
     trials = [one.place(random_prompt(30, 1)) for one in (runner, alone)]
@@ -188,7 +190,7 @@ def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
     wanted = Oracle(checkpoint).answer(random_prompt(30, 1)).token_ids
     for way in ("fork", "swap"):
         trial = runner.place(random_prompt(30, 1))
-        runner._step([trial], 100)
+        runner.step([trial], 100)
         new = [runner.free.pop() for _ in trial.block_table]
         pairs = list(zip(trial.block_table, new, strict=True))
         if way == "fork":
@@ -235,17 +237,16 @@ def test_a_rank_that_cannot_load_says_why(crews: dict[int, Ranks], tmp_path: Pat
 def test_the_lock_is_held_until_the_last_rank_has_ended(tmp_path: Path) -> None:
     """Law 5: rank 0 has dropped it, and another rank may still write."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
-    ranks = Ranks(2)
+    ranks = Ranks(2, on_end=lambda rank, status: None)
     runner = RankedRunner(checkpoint, tmp_path, ranks)
     path = runner.membership.lock.path
     runner.membership.lock.close()
     assert is_held(path)
-    (process,) = ranks._processes
-    process.send_signal(signal.SIGSTOP)
-    ranks._closed = True
-    process.kill()
-    process.wait()
-    assert not is_held(path)
+    (pid,) = ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    assert is_held(path)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_held(path))
     ranks.close()
 
 
@@ -264,7 +265,7 @@ def test_a_worker_that_leaves_its_pool_keeps_its_ranks(
 def test_the_end_of_a_rank_is_noticed_with_its_status() -> None:
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
     ranks = Ranks(4, on_end=lambda rank, status: ended.put((rank, status)))
-    ranks._processes[1].kill()
+    os.kill(ranks.pids[1], signal.SIGKILL)
     assert ended.get(timeout=30) == (2, -signal.SIGKILL)
     ranks.close()
-    assert all(process.returncode is not None for process in ranks._processes)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)

@@ -114,9 +114,9 @@ def test_any_mix_of_adapters_replays_the_same_graphs(
     ]
 
     def loaded(runner: DeviceRunner) -> list[LoadedAdapter | None]:
-        config = runner._model.whole_config
+        config = runner.model.whole_config
         files = [AdapterFiles.read(folder, config, 20) for folder in folders]
-        return [None, *(LoadedAdapter(f.digest, runner._model.load_adapter(f)) for f in files)]
+        return [None, *(LoadedAdapter(f.digest, runner.model.load_adapter(f)) for f in files)]
 
     of_eager, of_graphs = loaded(eager), loaded(graphed)
     sizes = [len(graph.launches) for graph in graphed.graphs]

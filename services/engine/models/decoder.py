@@ -91,10 +91,10 @@ class ComposedModel:
         self.config = config
         self.dtype, self.device = embedding.dtype, embedding.device
         self.ops = ops
-        self._embedding = embedding
-        self._layers = layers
-        self._final_norm = final_norm
-        self._head = head
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.head = head
         self.weights_digest = weights_digest
         self.shard: Shard | None = None
         self.collectives: Collectives | None = None
@@ -119,7 +119,7 @@ class ComposedModel:
             (one.layer, one.site): there(*one.whole())
             for one in joined_adapters(files, self.whole_config, self.shard)
         }
-        table = torch.zeros(len(self._layers) * len(_SITES), 3, dtype=torch.int64)
+        table = torch.zeros(len(self.layers) * len(_SITES), 3, dtype=torch.int64)
         for (layer, site), (down, up) in pairs.items():
             entry = torch.tensor([down.data_ptr(), up.data_ptr(), len(down)])
             table[layer * len(_SITES) + _SITES.index(site)] = entry
@@ -135,19 +135,19 @@ class ComposedModel:
         }
         x = self._embed(batch.token_ids)
         residual = torch.zeros_like(x)
-        for i, (layer, kv_layer) in enumerate(zip(self._layers, kv.unbind(dim=1), strict=True)):
+        for i, (layer, kv_layer) in enumerate(zip(self.layers, kv.unbind(dim=1), strict=True)):
             x = self._enter(x, residual, layer.attention_in)
             rotation = None if layer.rope is None else rotations[layer.rope]
             x = self._attention(i, layer, x, rotation, batch, kv_layer)
             x = self._leave(x, layer.attention_out)
             x = self._enter(x, residual, layer.mlp_in)
             x = self._leave(self._mlp(i, layer, x, batch), layer.mlp_out)
-        return self._enter(x[wanted], residual[wanted], self._final_norm)
+        return self._enter(x[wanted], residual[wanted], self.final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.collectives is not None:
             self.collectives.begin_logits(hidden)
-        logits = self.ops.linear(hidden, self._head)
+        logits = self.ops.linear(hidden, self.head)
         if self.collectives is not None:
             logits = self.collectives.join_logits(logits)
         logits, c = logits.float(), self.config
@@ -168,9 +168,9 @@ class ComposedModel:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.collectives is None:
-            x = self._embedding[token_ids]
+            x = self.embedding[token_ids]
         else:
-            x = self.collectives.embed(self._embedding, token_ids)
+            x = self.collectives.embed(self.embedding, token_ids)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def _enter(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:

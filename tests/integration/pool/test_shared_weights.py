@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 import kvops
@@ -101,8 +103,8 @@ class Worker:
 
 
 def tensors(model: Model) -> list[Tensor]:
-    seen = [model._embedding, model._final_norm, model._head]  # type: ignore[attr-defined]
-    for layer in model._layers:  # type: ignore[attr-defined]
+    seen = [model.embedding, model.final_norm, model.head]  # type: ignore[attr-defined]
+    for layer in model.layers:  # type: ignore[attr-defined]
         seen += [layer.qkv.weight, layer.down.weight]
     found: list[Tensor] = []
     for one in seen:
@@ -220,14 +222,19 @@ async def test_a_worker_that_waits_can_be_stopped(keeper: Keeper, tmp_path: Path
     third.close()
 
 
+def events(logs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [line["event"] for line in logs]
+
+
 async def test_weights_outlive_the_keeper(tmp_path: Path, new: New) -> None:
     """A worker registers its memory with the next keeper."""
     worker = new()
     async with keeping(tmp_path):
         await worker.load()
         keep = asyncio.create_task(worker.kept.keep())
-    async with keeping(tmp_path) as keeper:
-        await until(lambda: bool(keeper._weights._sealed))
+    async with keeping(tmp_path):
+        with capture_logs() as logs:
+            await until(lambda: "weights_sealed" in events(logs))
         later = new()
         await later.load()
         assert later.inode == worker.inode
@@ -239,11 +246,12 @@ async def test_weights_that_nobody_uses_are_given_up(keeper: Keeper, new: New) -
     workers = [new() for _ in range(2)]
     for worker in workers:
         await worker.load()
-    workers[0].kept.close()
-    await asyncio.sleep(0.1)
-    assert keeper._weights._sealed
-    workers[1].kept.close()
-    await until(lambda: not keeper._weights._sealed)
+    with capture_logs() as logs:
+        workers[0].kept.close()
+        await asyncio.sleep(0.1)
+        assert not events(logs)
+        workers[1].kept.close()
+        await until(lambda: events(logs) == ["weights_released"])
 
 
 async def test_no_keeper_is_an_error(new: New, monkeypatch: pytest.MonkeyPatch) -> None:
