@@ -32,15 +32,18 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[Launch] = []
+        self.num_tokens = 0
         self.num_replays = 0
 
     def capture(self, launch: Callable[[], Tensor]) -> Tensor:
         RecordedGraph.recording.graph = self
         try:
             with self:
-                return launch()
+                states = launch()
         finally:
             del RecordedGraph.recording.graph
+        self.num_tokens = len(states)
+        return states
 
     def replay(self) -> None:
         self.num_replays += 1

@@ -7,7 +7,7 @@ server busy for long. If the pool changes between two pages, reading starts agai
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,14 +61,17 @@ class Reading:
 
 
 async def audit_pool(
-    stats: PoolStats, read: ReadParts, atomic_limit: int = ATOMIC_LIMIT
+    stats: PoolStats,
+    read: ReadParts,
+    atomic_limit: int = ATOMIC_LIMIT,
+    page_limits: Mapping[str, int] = PAGE_LIMITS,
 ) -> AuditReport:
     """Audit the pool; `ledger_checked` is False if the pool changed during every attempt."""
     if stats.spec.num_blocks <= atomic_limit:
         return await asyncio.to_thread(_recount, stats.spec, await _read_at_once(read))
     for _ in range(1 + MAX_RESTARTS):
         try:
-            reading = await _read_in_pages(read)
+            reading = await _read_in_pages(read, page_limits)
         except Changed:
             continue
         return await asyncio.to_thread(_recount, stats.spec, reading)
@@ -81,12 +84,12 @@ async def _read_at_once(read: ReadParts) -> Reading:
     return reading
 
 
-async def _read_in_pages(read: ReadParts) -> Reading:
+async def _read_in_pages(read: ReadParts, page_limits: Mapping[str, int]) -> Reading:
     """Raises Changed."""
     reading = Reading()
     for part in WHOLE:
         reading.add([part], await read(part, 0, 0))
-    for part, limit in PAGE_LIMITS.items():
+    for part, limit in page_limits.items():
         first, is_full = 0, True
         while is_full:
             reading.add([part], await read(part, first, limit))

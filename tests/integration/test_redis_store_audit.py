@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from blockstore.records import Growth, PoolSpec
 from blockstore.redis import audit
 from blockstore.redis_store import RedisStore
+from blockstore.store import FUNCTION_LIBRARY
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
@@ -39,6 +41,12 @@ async def audited(store: RedisStore) -> RedisStore:
     await store.release("pool", "b", 1)
     await store.retain("pool", "acme", "p", 60_000, hashes(2), (11, 11))
     return store
+
+
+def ledger(valkey: Valkey, *parts: str | int) -> list[Any]:
+    """Parts of the pool's ledger, as the audit reads them."""
+    found: list[Any] = valkey.command("FCALL_RO", f"{FUNCTION_LIBRARY}_ledger", 1, "{pool}", *parts)
+    return found
 
 
 @pytest.mark.parametrize("atomic_limit", [11, 10])
@@ -74,21 +82,18 @@ async def audited(store: RedisStore) -> RedisStore:
 async def test_the_audit_finds_every_damage(
     audited: RedisStore,
     valkey: Valkey,
-    monkeypatch: pytest.MonkeyPatch,
     atomic_limit: int,
     damage: tuple[str | bytes, ...],
     violation: str | None,
 ) -> None:
     """In one call, and in pages of a few entries."""
-    monkeypatch.setattr(
-        audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1, "retentions": 1}
-    )
     valkey.command(*damage)
 
-    async def read(*parts: str | int) -> list[object]:
-        return list(await audited._read("ledger", "pool", *parts))
+    async def read(*parts: str | int) -> list[Any]:
+        return ledger(valkey, *parts)
 
-    report = await audit.audit_pool(await audited.stats("pool"), read, atomic_limit)
+    limits = {"blocks": 2, "returned": 1, "holders": 1, "retentions": 1}
+    report = await audit.audit_pool(await audited.stats("pool"), read, atomic_limit, limits)
     assert report.ledger_checked
     if violation is None:
         assert report.violations == ()
@@ -98,17 +103,19 @@ async def test_the_audit_finds_every_damage(
         assert any(violation.split("|")[-1] in found for found in report.violations)
 
 
-async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(audited: RedisStore) -> None:
+async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
+    audited: RedisStore, valkey: Valkey
+) -> None:
     """There are four attempts, each corrupted by a change between its pages; the counters are still
     checked."""
     num_reads = 0
 
-    async def read(*parts: str | int) -> list[object]:
+    async def read(*parts: str | int) -> list[Any]:
         nonlocal num_reads
         num_reads += 1
         await audited.allocate("pool", f"h{num_reads}", "w", 1, [], 1)
         await audited.release("pool", f"h{num_reads}", 1)
-        return list(await audited._read("ledger", "pool", *parts))
+        return ledger(valkey, *parts)
 
     stats = await audited.stats("pool")
     report = await audit.audit_pool(stats, read, atomic_limit=1)

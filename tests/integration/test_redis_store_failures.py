@@ -45,7 +45,7 @@ class Proxy:
     answers: Budget = field(default_factory=Budget)
     _open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = field(default_factory=dict)
     _held: list[tuple[asyncio.Task[None], asyncio.Event]] = field(default_factory=list)
-    _flowing: asyncio.Event = field(default_factory=asyncio.Event)
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def link(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         """One connection, until both sides have ended or it breaks."""
@@ -54,7 +54,7 @@ class Proxy:
         task, writers = asyncio.current_task(), [to_client, to_server]
         assert task is not None
         self._open[task] = writers
-        flowing = self._flowing
+        flowing = self.flowing
         try:
             await asyncio.gather(
                 self._pass(client, to_server, self.requests, flowing),
@@ -98,10 +98,10 @@ class Proxy:
 
     def hold(self) -> None:
         """Hold back requests on the present links; those of later links pass."""
-        self._flowing.clear()
-        self._held = [(task, self._flowing) for task in self._open]
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.flowing.clear()
+        self._held = [(task, self.flowing) for task in self._open]
+        self.flowing = asyncio.Event()
+        self.flowing.set()
 
     async def let_go(self) -> None:
         """Deliver the held requests, and wait until the server has read those of the link that its
@@ -115,7 +115,7 @@ class Proxy:
 @pytest.fixture
 async def proxy(valkey: Valkey) -> AsyncIterator[Proxy]:
     proxy = Proxy(str(valkey.socket))
-    proxy._flowing.set()
+    proxy.flowing.set()
     listener = await asyncio.start_server(proxy.link, "127.0.0.1", 0)
     proxy.url = "redis://{}:{}".format(*listener.sockets[0].getsockname())
     yield proxy
