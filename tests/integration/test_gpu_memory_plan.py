@@ -113,10 +113,10 @@ def test_the_largest_step_is_measured(
     steps: list[list[Row]] = []
 
     class WatchedRunner(Runner):
-        def launch(self, rows: Sequence[Row], copies: Any = (), num_waiting: int = 0) -> Flight:
+        def launch(self, rows: Sequence[Row], copies: Any = ()) -> Flight:
             steps.append(list(rows))
             before = arenas[-1].clone()
-            flight = super().launch(rows, copies, num_waiting)
+            flight = super().launch(rows, copies)
             assert torch.equal(arenas[-1], before), "it stores nothing"
             results = flight.result()
             assert len(results) == len(lens)
