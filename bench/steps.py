@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvops import Backend, int8_kv
-from services.engine.batch import Draw, Row, RowResult
+from services.engine.batch import Draw, Owner, Row, RowResult
 from services.engine.models.model import Model
 from services.engine.runner import Runner
 from services.protocol.ticket import SamplingParams
@@ -53,6 +53,7 @@ class Steps:
             )
         self.position_bytes = arena[0].nbytes // BLOCK_SIZE
         self.runner = Runner(self.model, arena, BLOCK_SIZE, self.ops)
+        self._owners = [Owner() for _ in range(num_sequences)]
 
     def capture(self, max_rows: int, max_tokens: int) -> None:
         """Records the graphs of a worker, on a CPU stand-ins for them."""
@@ -64,7 +65,8 @@ class Steps:
     ) -> Row:
         """A row of the sequence with this number."""
         first = number * self._blocks_each
-        return Row(token_ids, start, range(first, first + self._blocks_each), draws=draws)
+        blocks = range(first, first + self._blocks_each)
+        return Row(token_ids, start, blocks, draws=draws, owner=self._owners[number])
 
     def prefill(
         self, number: int, prompt: Sequence[int], chunk: int, draws: tuple[Draw, ...] = (GREEDY,)

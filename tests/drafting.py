@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-from services.engine.forward import Flight, known
+from services.engine.forward import known
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.payoff import Payoff
 from services.engine.speculation.speculation import Drafter, Speculation
@@ -27,7 +27,7 @@ class Oracle:
         return [1.0] * most
 
     def propose(
-        self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
+        self, asked: Mapping[Sequence, int], *, may_catch_up: bool
     ) -> tuple[dict[Sequence, tuple[int, ...]], float | None]:
         return {one: self._drafts(one, number) for one, number in asked.items()}, 0.0
 
@@ -60,7 +60,7 @@ class SometimesWrong:
         self.chances = drafter.chances
 
     def propose(
-        self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
+        self, asked: Mapping[Sequence, int], *, may_catch_up: bool
     ) -> tuple[dict[Sequence, tuple[int, ...]], float | None]:
         found, catch_up_s = self._drafter.propose(asked, may_catch_up=may_catch_up)
         return {one: self._changed(one, known(drafts)) for one, drafts in found.items()}, catch_up_s

@@ -7,10 +7,20 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait, with_draws_behind
+from services.engine.batch import (
+    Draw,
+    Fault,
+    Owner,
+    Row,
+    RowOutput,
+    RowResult,
+    Wait,
+    with_draws_behind,
+)
 from services.engine.forward import ForwardPass
 
 
@@ -47,13 +57,18 @@ class LateForward:
 
     def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> "LateFlight":
         assert len(self.flights) < self._most_flights, "too many steps are in flight"
-        self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        self.num_ahead += sum(row.num_on_device > row.num_drafts for row in rows)
         if any(row.draw_behind is not None for row in rows):
             assert self._last is not None
             assert not any(row.num_drafts or row.num_unknown for row in rows)
-            rows = with_draws_behind(rows, self._last.result())  # as the runner waits for it
+            # As the runner waits for it.
+            rows = with_draws_behind(rows, self._last.rows, self._last.result())
         frozen = tuple(_as_now(row) for row in rows)
-        flight = LateFlight(self, self._last, frozen, tuple(copies))
+        entries = [_TABLE.setdefault(row.owner, Entry()) for row in frozen if row.owner is not None]
+        before = {id(entry.last): entry.last for entry in entries if entry.last is not None}
+        flight = LateFlight(self, tuple(before.values()), frozen, tuple(copies))
+        for entry in entries:
+            entry.last = flight
         self._last = flight
         self.flights.append(flight)
         return flight
@@ -67,19 +82,25 @@ class LateForward:
         return set(chain.from_iterable(flight.block_ids for flight in self.flights))
 
     def compute(self, until: "LateFlight") -> None:
-        """Compute all steps up to this one, in the order of their launches."""
+        """Compute all steps up to this one, in the order of their launches, and the steps before
+        them of other devices that have the same sequences."""
         while until.computed is None:
             flight = self.flights[0]
-            flight.rows = tuple(flight.known(row) for row in flight.rows)
+            for other in flight.before:
+                other.result()
+            flight.rows = tuple(map(_known, flight.rows))
             flight.computed = self._forward.launch(flight.rows, flight.copies).result()
-            flight.before = None
+            flight.before = ()
             self.flights.popleft()
+            for row, result in zip(flight.rows, flight.computed, strict=True):
+                if row.owner is not None:
+                    _TABLE[row.owner].write(flight, row, result)
 
 
 @dataclass(eq=False, slots=True)
 class LateFlight:
     device: LateForward
-    before: "LateFlight | None"
+    before: "tuple[LateFlight, ...]"
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...]
     computed: Sequence[RowResult] | None = field(default=None)
@@ -97,41 +118,50 @@ class LateFlight:
     def block_ids(self) -> set[int]:
         return set(chain(*self.copies, *(row.block_table for row in self.rows)))
 
-    def known(self, row: Row) -> Row:
-        """The row with the tokens that other steps drew for it, behind the drafts that were
-        accepted. After a fault there is no such token: like a GPU, the device goes on with any."""
-        token_ids = [*row.token_ids]
-        if row.drafted_by:
-            found = [flight.result()[number] for flight, number in row.drafted_by]
-            drafts = [token[0] if isinstance(token, tuple) else 0 for token in found]
-            token_ids[-len(drafts) :] = drafts
-        moved = 0
-        if row.behind is not None:
-            target, place = row.behind
-            assert isinstance(target, LateFlight)
-            drawn, moved = target.accepted(place)
-            if row.drawn_by is None:
-                token_ids = [*token_ids[:1], *drawn][-2:]
-        if row.drawn_by is not None:
-            assert self.before is not None
-            drawn, accepted = self.before.accepted(row.drawn_by)
-            token_ids[0], moved = drawn[-1], moved or accepted
-        assert moved <= row.num_unknown
-        known = replace(row, token_ids=token_ids, start=row.start + moved, drafted_by=())
-        return replace(known, drawn_by=None, behind=None, num_unknown=0)
 
-    def accepted(self, place: int) -> tuple[list[int], int]:
-        """The draws of a row up to the first token that is no draft of its own, and how many tokens
-        before that token are drafts."""
-        result = self.result()[place]  # then the row is known
-        row = self.rows[place]
-        tokens = result.tokens if isinstance(result, RowOutput) else result
-        if isinstance(tokens, Fault):
-            return [0], 0
-        drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
-        right = [draft == token for draft, token in zip(drafts, tokens, strict=False)]
-        number = min([*right, False].index(False), len(tokens) - 1)
-        return list(tokens[: number + 1]), number
+@dataclass(slots=True)
+class Entry:
+    """What the devices know of a sequence: its tokens by position, and how many drafts its last
+    step with drafts accepted. `last` is the last flight of the sequence that is not computed."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    accepted: int = 0
+    last: LateFlight | None = None
+
+    def write(self, flight: LateFlight, row: Row, result: RowResult) -> None:
+        """Note what a row has drawn. After a fault there is no such token: like a GPU, the device
+        goes on with any."""
+        if self.last is flight:
+            self.last = None
+        drawn = result.tokens if isinstance(result, RowOutput) else result
+        tokens = [0] if isinstance(drawn, Fault) else list(drawn)
+        if not row.num_drafts and len(row.draws) != 1:
+            return
+        first = row.start + len(row.token_ids) - row.num_drafts
+        self.tokens |= dict(enumerate(tokens, first))
+        if row.num_drafts:
+            base, *drafts = row.token_ids[-1 - row.num_drafts :]
+            self.tokens[first - 1] = base
+            right = [draft == token for draft, token in zip(drafts, tokens, strict=False)]
+            self.accepted = min([*right, False].index(False), len(tokens) - 1)
+
+
+_TABLE: WeakKeyDictionary[Owner, Entry] = WeakKeyDictionary()
+"""The token tables of all devices: each sequence is on one device, and its draft model's."""
+
+
+def _known(row: Row) -> Row:
+    """The row with the tokens that only the device knows, behind the drafts that were accepted."""
+    if row.owner is None or not (row.num_on_device or row.num_unknown):
+        return row
+    entry = _TABLE[row.owner]
+    moved = entry.accepted if row.num_unknown else 0
+    assert moved <= row.num_unknown
+    start = row.start + moved
+    first = start + len(row.token_ids)
+    found = [entry.tokens[place] for place in range(first, first + row.num_on_device)]
+    known = replace(row, token_ids=(*row.token_ids, *found), start=start)
+    return replace(known, num_on_device=0, num_unknown=0)
 
 
 def _as_now(row: Row) -> Row:

@@ -114,8 +114,8 @@ def _drafts(machine: Machine) -> Passed:
         rows.append(replace(row, num_drafts=num_drafts))
     flight, behind = steps.runner.launch(rows), []
     for number, text in enumerate(texts):
-        row = steps.row(number, [0], len(text) + 1, (DRAWS[number % 2],))
-        behind.append(replace(row, drawn_by=number, num_unknown=num_drafts))
+        row = steps.row(number, [], len(text) + 1, (DRAWS[number % 2],))
+        behind.append(replace(row, num_on_device=1, num_unknown=num_drafts))
     found = zip(flight.result(), steps.runner.launch(behind).result(), strict=True)
     wrong = 0
     for text, tokens, (result, last) in zip(texts, known, found, strict=True):
@@ -202,8 +202,8 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
     steps.capture(num_rows, 0)
 
     def row(number: int, step: int) -> Row:
-        ahead = number if step else None
-        return replace(steps.row(number, [0], context + step), drawn_by=ahead)
+        row = steps.row(number, [] if step else [0], context + step)
+        return replace(row, num_on_device=step > 0)
 
     def run(first: int) -> None:
         flight: Flight | None = None
@@ -266,7 +266,8 @@ def _time_of_drafts(machine: Machine) -> Passed:
     drafts = replace(drafted, num_drafts=NUM_DRAFTS)
 
     def behind(row: Row) -> Row:
-        return replace(row, drawn_by=0, num_unknown=0 if is_planned else row.num_drafts)
+        num_unknown = 0 if is_planned else row.num_drafts
+        return replace(row, token_ids=(), num_on_device=row.num_tokens, num_unknown=num_unknown)
 
     def seconds(row: Row, *, waits: bool) -> float:
         for num_steps in (3, NUM_STEPS):

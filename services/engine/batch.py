@@ -1,9 +1,9 @@
 """Types that cross between engine, runner and model: the rows of a step, and their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,6 @@ from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState
 from services.protocol.logprobs import LogprobColumns, Logprobs
 from services.protocol.ticket import SamplingParams
-
-if TYPE_CHECKING:
-    from services.engine.forward import Flight
-
-UNKNOWN_TOKEN = 0
-"""Stands in a row for a token that the host does not know yet: see `Row.drawn_by`."""
 
 Wait = Callable[[float], object]
 """Waits for the given seconds; returns earlier if a group is waiting for its first step."""
@@ -62,13 +56,19 @@ class LoadedAdapter:
     """The weights as `Model.load_adapter` has made them."""
 
 
+class Owner:
+    """Stands for a sequence in a device's token table, which forgets it when nothing refers to it
+    any more. (Flights keep their rows, and a sequence's drafts keep their flights: if a row had the
+    sequence itself, that would never end.)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """The tokens of one sequence that a step computes: a prompt, a chunk of one, or one token of a
     decoding sequence. Nothing but their number tells these apart."""
 
     token_ids: Sequence[int]
-    """The tokens at the positions start .. start + len(token_ids) - 1."""
+    """The tokens at the positions from `start` on that the host knows."""
     start: int
     block_table: Sequence[int]
     """The sequence's blocks, which already have the KV of the positions below `start`."""
@@ -79,32 +79,32 @@ class Row:
     sequences of a group begin with these tokens, each has one, equal but for the index."""
     scoring: Scoring | None = None
     """None if the request asks for no prompt logprobs."""
-    drawn_by: int | None = None
-    """The index of the row in the step launched before that draws this row's first token, and is
-    not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None if that token is known."""
+    owner: Owner | None = None
+    """The sequence, for which a device keeps the drawn tokens in its token table; None if no row
+    reads them there."""
+    num_on_device: int = 0
+    """The number of tokens behind `token_ids` that the host does not know: they are in the token
+    table."""
     num_unknown: int = 0
     """The number of drafts before the first token of which the host does not know yet whether they
     are accepted. `start` and the positions of the draws are those behind no accepted draft; the
-    device adds the number of accepted drafts. No row of such a step has a `draw_behind`."""
-    behind: "tuple[Flight, int] | None" = None
-    """For a row of a draft model, the target's step in flight, and the index of the row there whose
-    `num_unknown` drafts this row is behind. Unless the row has `drawn_by`, its two tokens are the
-    last two tokens of the sequence behind that step. `token_ids` has the first of them for the case
-    that no draft is accepted, and `UNKNOWN_TOKEN`."""
+    device adds the number of accepted drafts. All tokens of such a row are on the device, and it
+    has no `draw_behind`."""
     draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
-    """The function that makes the row's one draw from that token, if penalties or a grammar depend
-    on the token; `draws` has the draw without them."""
+    """The function that makes the row's one draw from its one token, which is on the device, if
+    penalties or a grammar depend on the token; `draws` has the draw without them."""
     num_states: int = 0
     """The number of last tokens whose final states are pooled; such a row neither draws nor
     scores."""
     num_drafts: int = 0
-    """The number of drafts at the end of `token_ids`. `draws` has one draw for each of them, after
+    """The number of drafts at the end of the tokens. `draws` has one draw for each of them, after
     the token before it, and one after the last token."""
-    drafted_by: "tuple[tuple[Flight, int], ...]" = ()
-    """The flights of a draft model on the same device that draw the drafts, with the index of the
-    row in each; `token_ids` has `UNKNOWN_TOKEN` for each. Empty if the drafts are known."""
     adapter: LoadedAdapter | None = None
     """The row's adapter. The rows of a step are grouped by adapter, rows without one first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,20 @@ RowResult = tuple[int, ...] | RowOutput | Fault
 """The result of a row: a token for each of its draws, with or without logprobs, or its fault."""
 
 
-def with_draws_behind(rows: Sequence[Row], last: Sequence[RowResult]) -> list[Row]:
-    """The rows with the draws that depend on tokens of the step before. `last` has the results of
-    that step. A row behind a fault keeps the draw that it has, since its result is dropped."""
-    return [_with_draw_behind(row, last) for row in rows]
+def with_draws_behind(
+    rows: Sequence[Row], before: Sequence[Row], results: Sequence[RowResult]
+) -> list[Row]:
+    """The rows with the draws that depend on tokens of the step before, which had the rows `before`
+    and these results. A row behind a fault keeps the draw that it has, since its result is
+    dropped."""
+    drawn = dict(zip((row.owner for row in before), results, strict=True))
+    return [_with_draw_behind(row, drawn) for row in rows]
 
 
-def _with_draw_behind(row: Row, last: Sequence[RowResult]) -> Row:
-    if row.draw_behind is None or row.drawn_by is None:
+def _with_draw_behind(row: Row, drawn: Mapping[Owner | None, RowResult]) -> Row:
+    if row.draw_behind is None:
         return row
-    result = last[row.drawn_by]
+    result = drawn[row.owner]
     if isinstance(result, Fault):
         return replace(row, draw_behind=None)
     tokens = result.tokens if isinstance(result, RowOutput) else result

@@ -120,13 +120,10 @@ class Engine:
             return False
         catch_up_s: float | None = 0.0
         if self._speculation is not None:
-            behind = self._launched[-1].flight if self._launched else None
-            budget = self._scheduler.budget
-            batch, catch_up_s = self._speculation.with_drafts(batch, budget, behind)
-        rows = [
-            one.sequence.launch(one.num_tokens, place, one.drafts)
-            for place, one in enumerate(batch)
-        ]
+            batch, catch_up_s = self._speculation.with_drafts(
+                batch, self._scheduler.budget, runs_ahead=bool(self._launched)
+            )
+        rows = [one.sequence.launch(one.num_tokens, one.drafts) for one in batch]
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
         self._check_fence()
         flight = self._forward.launch(rows, pairs)

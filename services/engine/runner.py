@@ -12,18 +12,13 @@ from kvops.step import page_facts
 from services.engine.batch import Draw, Row, Wait, with_draws_behind
 from services.engine.device.acceptance import draft_places, move, moved_rows, num_accepted
 from services.engine.device.drawing import DeviceDrawing
-from services.engine.device.flights import (
-    DrawnFlight,
-    drafted_tokens,
-    moving,
-    take,
-    taken_tokens,
-)
+from services.engine.device.flights import DrawnFlight
 from services.engine.device.graphs import Graph, padded
 from services.engine.device.inputs import Indices, StepInputs, one_token_rows
 from services.engine.device.largest_rows import largest_rows
 from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.device.threads import use_device
+from services.engine.device.token_table import TokenTable
 from services.engine.forward import Flight
 from services.engine.models import Model
 from services.engine.models.model import AdapterRun
@@ -39,9 +34,9 @@ class Runner:
     is of the model's dtype, in int8 (`kvops.int8_kv`) or in fp8 (`kvops.fp8.saturated`).
 
     Model and arena are on one device, of any kind; only tokens and logprobs come to the host.
-    Between steps the runner keeps the KV in the arena and the tokens of the last step, which rows
-    of the next one may take. Raises ValueError if shape, dtype or device of the arena are not the
-    model's.
+    Between steps the runner keeps the KV in the arena and, on a device, the last tokens of each
+    sequence (`services.engine.device.token_table`). Raises ValueError if shape, dtype or device of
+    the arena are not the model's.
     """
 
     def __init__(
@@ -51,8 +46,10 @@ class Runner:
         block_size: int,
         ops: Backend,
         steps: ModelSteps | None = None,
+        table: TokenTable | None = None,
     ) -> None:
-        """Without `steps`, the runner computes steps of the model alone."""
+        """Without `steps`, the runner computes steps of the model alone. `table` is the target's,
+        if the model is a draft model."""
         config = model.config
         in_int8 = kv.dtype == torch.int8
         width = config.head_dim + (int8_kv.SCALE_BYTES if in_int8 else 0)
@@ -68,6 +65,7 @@ class Runner:
         self.computes_at_launch = not ops.has_sampler
         """Whether every flight is complete at its launch, and the model draws on the host, as on a
         CPU. Otherwise the backend draws on the device (`services.engine.device.drawing`)."""
+        self.table = table or TokenTable(kv.device)
         self._last: DrawnFlight | None = None
         self._masks = MaskThread()
         self._drawing = DeviceDrawing(model, ops, kv.device)
@@ -87,8 +85,8 @@ class Runner:
         not finite gets a `Fault` instead; the other rows are not affected.
 
         ValueError, before any KV is written: a row has no tokens, a negative start, more positions
-        than the context or its block table, an id out of range, or takes a token that the last step
-        did not leave on the device.
+        than the context or its block table, an id out of range, or takes a token that no step has
+        drawn on the device.
         """
         use_device(self._kv.device)
         if copies:
@@ -108,7 +106,7 @@ class Runner:
         device computes it, wait for these tokens, and make and launch the draws."""
         last, (hidden, _) = self._last, self._forward(rows, batch, {})
         assert last is not None  # otherwise `_forward` raises
-        batch = SamplingBatch.of(with_draws_behind(rows, last.result()))
+        batch = SamplingBatch.of(with_draws_behind(rows, last.batch.rows, last.result()))
         masks = self._masks.begin(batch.draws)
         placed = self._inputs.place(self._others(batch))
         return self._flight(batch, hidden, placed, masks)
@@ -120,7 +118,9 @@ class Runner:
             for number, _ in batch.apart
             if (scoring := batch.rows[number].scoring) is not None
         }
-        return given if self.computes_at_launch else {**given, **self._drawing.arrays(batch)}
+        if self.computes_at_launch or not batch.draws:
+            return given
+        return {**given, **self._drawing.arrays(batch), **self.table.draw_places(batch)}
 
     def _flight(
         self,
@@ -135,6 +135,7 @@ class Runner:
             drawn = self._model.draw(batch.states_of(hidden), batch, masks())
         elif batch.draws:
             drawn = self._drawing.draw(hidden, batch, placed, masks())
+            self.table.write(placed, placed["draws.position"], drawn[0])
         outputs: list[Sequence[Tensor]] = [drawn]
         for number, places in batch.apart:
             scoring, states = batch.rows[number].scoring, hidden[places]
@@ -143,9 +144,12 @@ class Runner:
             else:
                 given = placed[f"given.{number}"]
                 outputs.append(self._model.score(states, given, scoring.num_top))
-        accepted = num_accepted(placed, drawn[0]) if "num_drafts" in placed else None
-        self._last = DrawnFlight(batch, outputs, masks, accepted)
-        return self._last
+        if "num_drafts" in placed:
+            self.table.write_accepted(placed, num_accepted(placed, drawn[0]))
+        flight = DrawnFlight(batch, outputs, masks)
+        if not self.computes_at_launch:
+            self._last = flight
+        return flight
 
     def _to_pool(self, states: Tensor) -> Tensor:
         """Return the states of a row for its pooler. On a CPU these are all of them, so that chunks
@@ -222,44 +226,35 @@ class Runner:
         if graph is not None:
             arrays = padded(arrays, graph)
         if not self.computes_at_launch:
-            arrays |= draft_places(batch, ends) | moved_rows(rows, batch, ends, row_ends)
-        placed = self._placed(rows, ends, {**arrays, "wanted": wanted, **others})
+            arrays |= draft_places(batch, ends, self.table)
+            arrays |= moved_rows(rows, batch, ends, row_ends, self.table)
+            arrays |= self.table.read_places(rows, ends)
+        placed = self._placed({**arrays, "wanted": wanted, **others})
         facts = StepFacts(
             arrays["cu_query_lens"],
             arrays["context_lens"],
             num_tokens,
             graph,
-            wants_all=len(wanted) == num_tokens,
             adapters=adapters,
         )
         return self._steps.compute(placed, facts), placed
 
-    def _placed(
-        self, rows: Sequence[Row], ends: Indices, arrays: dict[str, Indices]
-    ) -> dict[str, Tensor]:
-        """The arrays on the device, with what only the device knows: tokens that flights draw, and
-        the places of rows behind drafts."""
-        before, taken = taken_tokens(rows, ends, self._last)
-        drafting, drafted = drafted_tokens(rows, ends)
-        accepted = moving(rows, self._last)
+    def _placed(self, arrays: dict[str, Indices]) -> dict[str, Tensor]:
+        """The arrays on the device, with what only the device knows: the places of rows behind
+        drafts, and tokens."""
         if self._ops.needs_plan:
-            if accepted is not None:
+            if "moved" in arrays:
                 raise ValueError("the host plans attention, and does not know the rows' contexts")
             arrays["page_ids"] = self._page_ids(arrays)
-        placed = self._inputs.place({**arrays, **taken, **drafted})
-        if before is not None:
-            take(placed, before)
-        if accepted is not None:
-            move(placed, accepted, self._block_size)
-        if drafting:
-            drafts = torch.cat([flight.drawn for flight in drafting])[placed["draft_sources"]]
-            placed["token_ids"].index_copy_(0, placed["drafted"], drafts.clamp(min=0))
+        placed = self._inputs.place(arrays)
+        move(placed, self.table, self._block_size)
+        self.table.read(placed)
         return placed
 
     def _arrays(self, rows: Sequence[Row]) -> dict[str, Indices]:
         """The tensors of the rows' `Batch`."""
         self._check(rows)
-        lens = np.array([len(row.token_ids) for row in rows])
+        lens = np.array([row.num_tokens for row in rows])
         starts = np.array([row.start for row in rows])
         tables = self._block_tables(rows)
         ends = lens.cumsum()
@@ -268,7 +263,7 @@ class Runner:
         blocks = tables[row_of_token, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
         slots[positions < np.array([row.store_from for row in rows])[row_of_token]] = -1
-        token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64)
+        token_ids = np.fromiter(chain.from_iterable(map(_tokens, rows)), np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
             raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
         return {
@@ -300,8 +295,8 @@ class Runner:
         if not rows:
             raise ValueError("a step without rows")
         for i, row in enumerate(rows):
-            if not row.token_ids or row.start < 0:
-                raise ValueError(f"row {i}: {len(row.token_ids)} tokens from {row.start} on")
+            if not row.num_tokens or row.start < 0:
+                raise ValueError(f"row {i}: {row.num_tokens} tokens from {row.start} on")
             if _end(row) > self._model.config.max_position_embeddings:
                 raise ValueError(
                     f"row {i}: ends at {_end(row)}, the model's context at "
@@ -320,18 +315,25 @@ def _adapter_runs(rows: Sequence[Row]) -> tuple[AdapterRun, ...]:
         return ()
     runs, end = [], 0
     for adapter, group in groupby(rows, key=lambda row: row.adapter):
-        begin, end = end, end + sum(len(row.token_ids) for row in group)
+        begin, end = end, end + sum(row.num_tokens for row in group)
         if adapter is not None:
             runs.append(AdapterRun(adapter.weights, begin, end))
     return tuple(runs)
 
 
+def _tokens(row: Row) -> Sequence[int]:
+    """The row's tokens, with 0 for those that the token table has."""
+    if not row.num_on_device:
+        return row.token_ids
+    return [*row.token_ids, *[0] * row.num_on_device]
+
+
 def _is_short(row: Row) -> bool:
     """Whether the row has one token and its drafts, or the two tokens that a draft model computes
     after a step in which all its drafts were accepted."""
-    return len(row.token_ids) <= max(2, 1 + row.num_drafts)
+    return row.num_tokens <= max(2, 1 + row.num_drafts)
 
 
 def _end(row: Row) -> int:
     """The row's context length at most, new tokens included."""
-    return row.start + row.num_unknown + len(row.token_ids)
+    return row.start + row.num_unknown + row.num_tokens

@@ -124,7 +124,7 @@ class OfflineEngine:
             WorkerMetrics(CollectorRegistry()),
             adapters=WorkerAdapters(model.whole_config, model.load_adapter, max_loras, max_rank),
             grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
-            speculation=speculation(settings, loaded.draft, lambda draft: draft.launch),
+            speculation=speculation(settings, loaded.draft, runner, lambda draft: draft.launch),
         )
         self._known_adapters: dict[str, Adapter] = {}
         self._meter = RequestMeters(CollectorRegistry()).meter(layout.model)

@@ -52,12 +52,17 @@ class LoadedDraft:
     model."""
 
     def drafter(
-        self, launch_on: Callable[[Runner], Launch], max_rows: int, *, has_graphs: bool
+        self,
+        target: Runner,
+        launch_on: Callable[[Runner], Launch],
+        max_rows: int,
+        *,
+        has_graphs: bool,
     ) -> DraftModel:
         """A drafter with KV of its own. `launch_on` gives the worker's device to its runner."""
         layout, num_blocks = self.plan.layout, self.plan.num_blocks
         kv = KVPool.private(layout, num_blocks, str(self.model.device)).kv
-        runner = Runner(self.model, kv, layout.block_size, self.ops)
+        runner = Runner(self.model, kv, layout.block_size, self.ops, table=target.table)
         runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
         if has_graphs:
             runner.capture_graphs(max_rows, 0)
@@ -136,7 +141,10 @@ def load_draft(
 
 
 def speculation(
-    settings: WorkerSettings, draft: LoadedDraft | None, launch_on: Callable[[Runner], Launch]
+    settings: WorkerSettings,
+    draft: LoadedDraft | None,
+    target: Runner,
+    launch_on: Callable[[Runner], Launch],
 ) -> Speculation | None:
     """The speculation of a worker while it decodes; None if its sequences get no drafts."""
     config = settings.speculative_config
@@ -145,6 +153,6 @@ def speculation(
     drafter: Drafter = NgramDrafter(*config.ngram_sizes)
     if draft is not None:
         has_graphs = settings.is_on_gpu and not settings.enforce_eager
-        drafter = draft.drafter(launch_on, settings.num_decode_rows, has_graphs=has_graphs)
+        drafter = draft.drafter(target, launch_on, settings.num_decode_rows, has_graphs=has_graphs)
     most_tokens = settings.num_decode_rows if settings.is_on_gpu else None
     return Speculation(drafter, config.num_speculative_tokens, most_tokens=most_tokens)

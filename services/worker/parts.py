@@ -3,14 +3,12 @@
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.registry import Role as RoleName
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
 from services.runtime.exposition import metrics_endpoint
@@ -33,25 +31,13 @@ from services.worker.membership import Membership
 from services.worker.pool_engine import WorkerParts
 from services.worker.swap.pool import Copy, SwapPool
 
+Works = Sequence[Coroutine[Any, Any, None]]
+"""Coroutines whose errors end the worker."""
+
 _DIVIDE_INTERVAL_S = 1.0
 
 _NUM_WARM_UP_TOKENS = 32
 """Small: the longest prefill would take a second, to spare one prompt its page faults."""
-
-
-@dataclass(slots=True)
-class KeptParts:
-    """The parts that a worker has in either role."""
-
-    parts: WorkerParts
-    works: Sequence[Coroutine[Any, Any, None]]
-    """The coroutines that run as long as the worker is on its pool; an error ends the worker."""
-
-    def take_role(self, role: RoleName) -> None:
-        """Prepare the device for a role. No step may be in flight."""
-        forward = self.parts.forward
-        if isinstance(forward, SharedCpus):
-            forward.change_role(role)
 
 
 async def make_parts(
@@ -61,9 +47,9 @@ async def make_parts(
     place: Place | None,
     health: Health,
     stack: AsyncExitStack,
-) -> KeptParts:
+) -> tuple[WorkerParts, Works]:
     """Make the parts of a worker on `pools`: its own, and its swap pool if it has one. `stack`
-    closes them."""
+    closes them. Returns them with the works that run as long as the worker is on its pool."""
     limits, own = loaded.limits, pools[0]
     tracer = stack.enter_context(open_tracer(settings, settings.otlp_endpoint))
     registry = CollectorRegistry()
@@ -100,7 +86,7 @@ async def make_parts(
         tracer=tracer,
         adapters=WorkerAdapters(*loras) if settings.max_loras else None,
         grammars=grammars,
-        speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
+        speculation=await asyncio.to_thread(speculation, settings, loaded.draft, runner, launch_on),
         check_fence=guard.check,
         lacks_draft=settings.drafts_with_model and loaded.draft is None,
     )
@@ -109,7 +95,7 @@ async def make_parts(
         works.append(loaded.weights.kept.keep())
     if isinstance(forward, SharedCpus):
         works.append(_refresh(forward))
-    return KeptParts(parts, works)
+    return parts, works
 
 
 def _warm_runner(loaded: LoadedModel, own: Membership, settings: WorkerSettings) -> Runner:

@@ -22,12 +22,14 @@ from services.runtime.rpc.transport import RpcServer
 from services.runtime.secret import deployment_secret
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
+from services.worker.cpu.sharing import SharedCpus
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.new_weights import read_again
-from services.worker.parts import KeptParts, make_parts
+from services.worker.parts import make_parts
+from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.ranks.processes import end_worker
 from services.worker.roles import ROLES
@@ -107,9 +109,11 @@ class WorkerProcess:
             asyncio.TaskGroup() as vital,
         ):
             pools = await self._join(registration, loaded, stack)
-            kept = await make_parts(self._settings, loaded, pools, self._place, self._health, stack)
-            tasks = [vital.create_task(work) for work in kept.works]
-            serving = registration, loaded, kept, vital, of_role
+            parts, works = await make_parts(
+                self._settings, loaded, pools, self._place, self._health, stack
+            )
+            tasks = [vital.create_task(work) for work in works]
+            serving = registration, loaded, parts, vital, of_role
             while (next_role := await self._serve_in_role(*serving)) is not None:
                 log.info("role_changes", worker_id=registration.worker_id, role=next_role)
                 self.role = next_role
@@ -147,15 +151,16 @@ class WorkerProcess:
         self,
         registration: Registration,
         loaded: LoadedModel,
-        kept: KeptParts,
+        parts: WorkerParts,
         vital: asyncio.TaskGroup,
         stack: AsyncExitStack,
     ) -> RoleName | None:
         """Serve in `role` until `stop` or until the worker is drained. Returns the role that it is
         to take next; None if it is to leave. `stack` closes what belongs to this role only."""
-        await asyncio.to_thread(kept.take_role, self.role)
+        if isinstance(parts.forward, SharedCpus):  # no step is in flight
+            await asyncio.to_thread(parts.forward.change_role, self.role)
         worker = PoolWorker[Any](
-            kept.parts, ROLES[self.role], mixes=self._settings.mix and self.role == "decode"
+            parts, ROLES[self.role], mixes=self._settings.mix and self.role == "decode"
         )
         engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
         watching = asyncio.create_task(

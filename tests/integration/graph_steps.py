@@ -4,6 +4,7 @@ and go. The graphs are those of `tests.graph_stand_in`."""
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from kvops import Backend
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.reference import ReferenceKernels
-from services.engine.batch import Draw, Row, RowResult
+from services.engine.batch import Draw, Owner, Row, RowResult
 from services.engine.models import load_model
 from services.engine.models.decoder import ComposedModel
 from services.engine.runner import Runner
@@ -116,6 +117,7 @@ def generate(runner: Runner, prompts: list[tuple[int, ...]], draws: Sequence[Dra
     positions = [len(prompt) for prompt in prompts]
     pending: tuple[list[int], Any] = ([], None)
     live: list[int] = []
+    owners = [Owner() for _ in prompts]
 
     def retire() -> None:
         for i, result in zip(pending[0], pending[1].result() if pending[1] else (), strict=True):
@@ -133,9 +135,8 @@ def generate(runner: Runner, prompts: list[tuple[int, ...]], draws: Sequence[Dra
         rows = []
         for i in live:
             ahead = i in pending[0]
-            token = 0 if ahead else tokens[i][-1]
-            by = pending[0].index(i) if ahead else None
-            rows.append(Row((token,), positions[i], table(i), 0, (draws[i],), None, by))
+            row = Row((tokens[i][-1],), positions[i], table(i), draws=(draws[i],), owner=owners[i])
+            rows.append(replace(row, token_ids=(), num_on_device=1) if ahead else row)
             positions[i] += 1
         flight = runner.launch(rows)
         retire()

@@ -2,6 +2,7 @@
 accepted drafts and moves the rows behind them. The graphs are those of `tests.graph_stand_in`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
-from services.engine.batch import Row
+from services.engine.batch import Owner, Row
 from services.engine.device.flights import DrawnFlight
 from services.engine.engine import Engine
 from services.engine.messages import Admit
@@ -49,7 +50,7 @@ class LateRunner(DeviceRunner):
     num_ahead = num_moved = 0
 
     def launch(self, rows: Sequence[Row], *args: Any) -> Any:
-        self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        self.num_ahead += sum(row.num_on_device > row.num_drafts for row in rows)
         self.num_moved += sum(row.num_unknown > 0 for row in rows)
         flight: Any = super().launch(rows, *args)
         flight.__class__ = Unready
@@ -106,6 +107,7 @@ def test_tokens_behind_drafts_in_flight_are_those_of_steps_without_drafts(
     plain = decode(runner_of(checkpoint, has_graphs=False), None)
     runner = runner_of(checkpoint, has_graphs=has_graphs)
     draft = runner_of(checkpoint, has_graphs=has_graphs)
+    draft.table = runner.table
     if not is_same:
         other: Any = draft.model
         noise = torch.randn(other.head.shape, generator=torch.Generator().manual_seed(1))
@@ -131,8 +133,10 @@ def test_rows_behind_drafts_are_refused_where_the_host_plans_attention(checkpoin
     """It would plan other contexts than the device has."""
     with planned_kernels() as new:
         runner = DeviceRunner(checkpoint, torch.bfloat16, new())
-        drafts = Row((1, 2), 4, table(0), draws=(GREEDY,) * 2, num_drafts=1)
+        owner = Owner()
+        drafts = Row((1, 2), 4, table(0), draws=(GREEDY,) * 2, owner=owner, num_drafts=1)
         runner.launch([drafts])
-        behind = Row((0,), 5, table(0), draws=(GREEDY,), drawn_by=0, num_unknown=1)
+        behind = replace(drafts, token_ids=(), start=5, draws=(GREEDY,), num_drafts=0)
+        behind = replace(behind, num_on_device=1, num_unknown=1)
         with pytest.raises(ValueError, match="the host plans attention"):
             runner.launch([behind])

@@ -18,7 +18,7 @@ from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall
-from services.engine.batch import Fault, Row, RowResult
+from services.engine.batch import Fault, Owner, Row, RowResult
 from services.engine.device.inputs import Indices, StepInputs
 from services.engine.forward import Flight
 from services.engine.models import Batch, load_model
@@ -207,14 +207,18 @@ def test_a_row_takes_the_token_that_is_on_the_device(checkpoint: Path) -> None:
     tables = [range(5 * i, 5 * i + 5) for i in range(3)]
     order = [0, 1, 2]
     flights: list[tuple[list[int], Flight]] = []
-    rows = [Row(prompts[i], 0, tables[i], draws=(GREEDY,)) for i in order]
+    owners = [Owner() for _ in order]
+    rows = [Row(prompts[i], 0, tables[i], draws=(GREEDY,), owner=owners[i]) for i in order]
     flights.append((order, runner.launch(rows)))
     for step in range(1, 6):
-        before, order = order, [*order[1:], order[0]]
+        order = [*order[1:], order[0]]
         rows = [
-            Row((0,), len(prompts[i]) + step - 1, tables[i], 0, (GREEDY,), None, before.index(i))
+            replace(
+                rows[0], start=len(prompts[i]) + step - 1, block_table=tables[i], owner=owners[i]
+            )
             for i in order
         ]
+        rows = [replace(row, token_ids=(), num_on_device=1) for row in rows]
         flights.append((order, runner.launch(rows)))
     found: dict[int, list[int]] = {i: [] for i in range(3)}
     for places, flight in flights:
@@ -229,11 +233,15 @@ def test_a_broken_row_is_found_out_when_its_flight_is_retired(checkpoint: Path) 
     kv = arena(model, 8, "cpu")
     kv[0] = float("nan")
     runner = DeviceRunner(model, kv)
-    rows = [Row((1,), 3, (0,), draws=(GREEDY,)), Row(range(4), 0, (2, 3), draws=(GREEDY,))]
+    broken, whole = Owner(), Owner()
+    rows = [
+        Row((1,), 3, (0,), draws=(GREEDY,), owner=broken),
+        Row(range(4), 0, (2, 3), draws=(GREEDY,), owner=whole),
+    ]
     first = runner.launch(rows)
     ahead = [
-        Row((0,), 4, (0, 1), draws=(GREEDY,), drawn_by=0),
-        Row((0,), 4, (2, 3), draws=(GREEDY,), drawn_by=1),
+        Row((), 4, (0, 1), draws=(GREEDY,), owner=broken, num_on_device=1),
+        Row((), 4, (2, 3), draws=(GREEDY,), owner=whole, num_on_device=1),
     ]
     second = runner.launch(ahead)
     assert [first.result()[0], second.result()[0]] == [Fault.NOT_FINITE, Fault.NOT_FINITE]

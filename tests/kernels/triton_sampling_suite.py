@@ -245,7 +245,7 @@ class LateRunner(Runner):
         self.num_ahead = 0
 
     def launch(self, rows: Sequence[Row], *args: Any) -> Any:
-        self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        self.num_ahead += sum(row.num_on_device > row.num_drafts for row in rows)
         flight: Any = super().launch(rows, *args)
         flight.__class__ = Unready
         return flight
@@ -272,9 +272,13 @@ def engine_tokens(
     speculation: Speculation | None = None,
     kinds: Sequence[dict[str, Any]] = KINDS,
     has_grammars: bool = True,
+    draft: LateRunner | None = None,
 ) -> tuple[dict[str, list[int]], int]:
-    """The tokens of requests that begin one step after the other, and how many rows ran ahead."""
+    """The tokens of requests that begin one step after the other, and how many rows ran ahead.
+    `draft` is the runner of the speculation's draft model."""
     runner, stamps = LateRunner(90), SimpleNamespace(complete=lambda *block: None)
+    if draft is not None:
+        draft.table = runner.table
     engine = Engine(
         runner,
         Scheduler(64, 8),
@@ -353,7 +357,9 @@ def test_a_draft_model_on_a_device_changes_no_token(expected: dict[str, list[int
     the host knows, make drafts wrong."""
     draft, numbers = LateRunner(90), Counting()
     model = DraftModel(lambda rows: draft.launch(rows).result(), 8, 64, 64, draft.launch)
-    found, _ = engine_tokens(runs_ahead=True, speculation=Speculation(model, 3, numbers))
+    found, _ = engine_tokens(
+        runs_ahead=True, speculation=Speculation(model, 3, numbers), draft=draft
+    )
     assert found == expected
     assert draft.num_ahead > 15
     assert numbers.num_accepted > 10
@@ -373,7 +379,7 @@ def test_draws_behind_drafts_that_the_device_accepts_have_their_own_random_numbe
     )
     speculation = Speculation(model, 2, numbers)
     found, num_ahead = engine_tokens(
-        runs_ahead=True, speculation=speculation, kinds=kinds, has_grammars=False
+        runs_ahead=True, speculation=speculation, kinds=kinds, has_grammars=False, draft=draft
     )
     assert found == plain
     assert num_ahead >= 8

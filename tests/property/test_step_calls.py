@@ -32,7 +32,6 @@ def steps(draw: st.DrawFn) -> tuple[StepFacts, dict[str, Tensor]]:
         context,
         draw(numbers),
         graph=draw(st.none() | shapes),
-        wants_all=draw(st.booleans()),
         adapters=tuple(draw(st.lists(runs, max_size=3))),
     )
     width, num_wanted = draw(st.integers(0, 5)), draw(st.integers(0, 7))
@@ -63,7 +62,7 @@ def test_a_step_arrives_as_it_was_called(step: tuple[StepFacts, dict[str, Tensor
     assert (there.method, there.is_answered, there.num_descriptors) == ("compute", False, 0)
     (found,) = there.arguments
     assert sum(found.num_bytes) == len(octets)
-    for name in ("num_tokens", "graph", "wants_all", "adapters"):
+    for name in ("num_tokens", "graph", "adapters"):
         assert getattr(found.facts, name) == getattr(facts, name)
     for name in ("query_begins", "context_lens"):
         arrived = getattr(found.facts, name)

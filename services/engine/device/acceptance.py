@@ -17,12 +17,13 @@ from torch import Tensor
 
 from services.engine.batch import Row
 from services.engine.device.inputs import Indices
+from services.engine.device.token_table import TokenTable
 from services.engine.sampling.sampling_batch import SamplingBatch
 
 
-def draft_places(batch: SamplingBatch, ends: Indices) -> dict[str, Indices]:
-    """The arrays that `num_accepted` needs; none if no row has drafts. `ends` are the ends of the
-    rows in the tokens of the step."""
+def draft_places(batch: SamplingBatch, ends: Indices, table: TokenTable) -> dict[str, Indices]:
+    """The arrays that `num_accepted` needs, and for the table its result; none if no row has
+    drafts. `ends` are the ends of the rows in the tokens of the step."""
     if not any(row.num_drafts for row in batch.rows):
         return {}
     lens = np.array([row.num_drafts for row in batch.rows], np.int64)
@@ -33,6 +34,7 @@ def draft_places(batch: SamplingBatch, ends: Indices) -> dict[str, Indices]:
         "num_drafts": lens,
         "drafts": np.minimum((ends - lens)[:, None] + numbers[:-1], ends[:, None] - 1),
         "draws_of_drafts": np.minimum(draws, len(batch.draws) - 1),
+        **table.row_places(batch.rows, ends),
     }
 
 
@@ -49,7 +51,7 @@ def num_accepted(placed: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
 
 
 def moved_rows(
-    rows: Sequence[Row], batch: SamplingBatch, ends: Indices, row_ends: Indices
+    rows: Sequence[Row], batch: SamplingBatch, ends: Indices, row_ends: Indices, table: TokenTable
 ) -> dict[str, Indices]:
     """The arrays that `move` needs; none if no row is behind drafts. `ends` are the ends of `rows`
     in the tokens of the step. `row_ends` are the ends of the rows as the step computes them, where
@@ -58,8 +60,8 @@ def moved_rows(
     moved = [number for number, row in enumerate(rows) if row.num_unknown]
     if not moved:
         return {}
-    by = [row.behind[1] if row.behind else row.drawn_by for row in map(rows.__getitem__, moved)]
-    lens = [len(rows[number].token_ids) for number in moved]
+    by = [table.slot_of(rows[number]) for number in moved]
+    lens = [rows[number].num_tokens for number in moved]
     num_draws = [len(rows[number].draws) for number in moved]
     draws, tokens = batch.first_draws(moved), _ranges(ends[moved] - lens, lens)
     return {
@@ -71,16 +73,18 @@ def moved_rows(
     }
 
 
-def move(placed: Mapping[str, Tensor], accepted: Tensor, block_size: int) -> None:
+def move(placed: Mapping[str, Tensor], table: TokenTable, block_size: int) -> None:
     """Writes `placed`: moves tokens and draws by the numbers of accepted drafts."""
+    if "moved" not in placed:
+        return
     tokens, rows = placed["moved"], placed["rows_moved"]
-    by = accepted[placed["moved_by"]]
+    by = table.num_accepted(placed["moved_by"])
     placed["context_lens"].index_add_(0, rows, by.int())
     positions = placed["positions"].index_add_(0, tokens, by)[tokens]
     blocks = placed["block_tables"][rows, positions // block_size].long()
     slots = blocks * block_size + positions % block_size
     placed["slot_mapping"].index_copy_(0, tokens, slots)
-    moved_draws = accepted[placed["draws_moved_by"]]
+    moved_draws = table.num_accepted(placed["draws_moved_by"])
     placed["draws.position"].index_add_(0, placed["moved_draws"], moved_draws)
 
 

@@ -64,8 +64,6 @@ class StepFacts:
     """The number of new tokens without padding."""
     graph: GraphShape | None = None
     """The shape of the graph that computes the step; None if no graph does."""
-    wants_all: bool = False
-    """Whether the state of every token is wanted."""
     adapters: tuple[AdapterRun, ...] = ()
 
 
@@ -133,7 +131,8 @@ class ModelSteps:
         if facts.graph is not None:
             assert self._graphs is not None
             states = self._graphs.replay(facts.graph, placed, facts.adapters)
-            return states[: facts.num_tokens] if facts.wants_all else states[placed["wanted"]]
+            wanted, num_tokens = placed["wanted"], facts.num_tokens
+            return states[:num_tokens] if len(wanted) == num_tokens else states[wanted]
         tensors: dict[str, Any] = {name: placed[name] for name in BATCH_TENSORS}
         batch = Batch(
             **tensors,

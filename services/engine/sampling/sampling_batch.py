@@ -84,7 +84,7 @@ class SamplingBatch:
         wanted, drawing, apart = list[int](), list[int](), list[tuple[int, slice]]()
         end = 0
         for number, row in enumerate(rows):
-            begin, end = end, end + len(row.token_ids)
+            begin, end = end, end + row.num_tokens
             if row.scoring is not None or row.num_states:
                 first, num_scored = len(wanted), len(row.scoring.token_ids) if row.scoring else 0
                 wanted += range(begin, begin + num_scored)
@@ -92,7 +92,7 @@ class SamplingBatch:
                 apart.append((number, slice(first, len(wanted))))
             if not row.draws:
                 continue
-            position = row.start + len(row.token_ids) - row.num_drafts
+            position = row.start + row.num_tokens - row.num_drafts
             for place, draw in enumerate(row.draws):
                 behind = place if row.num_drafts else 0  # without drafts, all draw after one token
                 draws.append(draw)
@@ -106,7 +106,7 @@ class SamplingBatch:
         """The states that draw, of all that are `wanted`."""
         return hidden if len(self.drawing) == len(self.wanted) else hidden[self.drawing]
 
-    def first_draws(self, rows: Sequence[int | None]) -> Indices:
+    def first_draws(self, rows: Sequence[int]) -> Indices:
         """The index of the first draw of each of these rows."""
         begins = np.cumsum([0, *(len(row.draws) for row in self.rows)])
         return begins[np.array(rows, np.int64)]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
-from services.engine.batch import UNKNOWN_TOKEN, Draw, LoadedAdapter, Row, Scoring
-from services.engine.forward import Drafts, PendingDrafts
+from services.engine.batch import Draw, LoadedAdapter, Owner, Row, Scoring
+from services.engine.forward import Drafts, PendingDrafts, known
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
@@ -136,6 +136,7 @@ class Sequence:
         hashes: Seq[PrefixHash] = (),
     ) -> None:
         """`hashes` are the prefix hashes of leading blocks, as far as the caller knows them."""
+        self.owner = Owner()
         self.branches = tuple(branches)
         self.tokens = list(tokens)
         self.block_table = list(block_ids)
@@ -152,8 +153,6 @@ class Sequence:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
         self.pooler = None if rules.pooling is None else Pooler(rules.pooling, rules.score_head)
         self.may_run_ahead = self.pooler is None and rules.sampling.beam is None
-        self.place = 0
-        """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
         self.hashes = list(hashes[:num_full])
         self._hash_until(num_full * rules.block_size)
@@ -242,26 +241,24 @@ class Sequence:
         wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
         return wrong is None and stamps.are_written_by(rest, owner)
 
-    def launch(self, num_tokens: int, place: int, drafts: Drafts = ()) -> Row:
-        """The row of the next `num_tokens` tokens and `drafts`, which will be at `place` in its
-        step. It draws if they are the last ones. From now on the tokens are in flight."""
+    def launch(self, num_tokens: int, drafts: Drafts = ()) -> Row:
+        """The row of the next `num_tokens` tokens and `drafts`. It draws if they are the last ones.
+        From now on the tokens are in flight."""
         end = self.num_launched + num_tokens
         runs_ahead = end > len(self.tokens)
         start = min(self.num_launched, len(self.tokens))
         num_unknown = self.num_launched - start
-        drawn_by, self.place = self.place if runs_ahead else None, place
         self.num_launched = end + len(drafts)
         is_last, pooler = end >= len(self.tokens), self.pooler
         draws_behind = runs_ahead and self.has_state
-        pending = drafts.sources if isinstance(drafts, PendingDrafts) else ()
-        given = (UNKNOWN_TOKEN,) * len(drafts) if isinstance(drafts, PendingDrafts) else drafts
+        given, num_pending = ((), len(drafts)) if isinstance(drafts, PendingDrafts) else (drafts, 0)
         draws: tuple[Draw, ...] = ()
         if draws_behind:
             draws = (Draw(self.rules.sampling, self.index),)
         elif is_last and pooler is None:
-            draws = self._draws(given)
+            draws = self._draws(drafts)
         return Row(
-            token_ids=[*((UNKNOWN_TOKEN,) if runs_ahead else self.tokens[start:end]), *given],
+            token_ids=[*self.tokens[start:end], *given],
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
@@ -269,8 +266,8 @@ class Sequence:
             scoring=self._scoring(start, end),
             num_states=0 if pooler is None else pooler.num_states(num_tokens, is_last=is_last),
             num_drafts=len(drafts),
-            drafted_by=pending,
-            drawn_by=drawn_by,
+            owner=self.owner,
+            num_on_device=runs_ahead + num_pending,
             num_unknown=num_unknown,
             draw_behind=self.draw_behind if draws_behind else None,
             adapter=self.rules.adapter,
@@ -280,19 +277,21 @@ class Sequence:
         """The draw of the token after its last one and `drafts`; it has one branch, which draws."""
         return self._draws(drafts)[-1]
 
-    def _draws(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
+    def _draws(self, drafts: Drafts) -> tuple[Draw, ...]:
         """The draws of all branches after the last token; or the one branch's draw after the last
-        token and after each draft."""
+        token and after each draft. Draws that depend on drafts wait for them."""
         penalties, grammar = self._penalty_state, self._grammar_state
         adjustments: Seq[Adjustment | None] = [None] * (len(drafts) + 1)
         if penalties is not None:
-            adjustments = penalties.adjustments(drafts) if drafts else [penalties.adjustment()]
+            adjustments = (
+                penalties.adjustments(known(drafts)) if drafts else [penalties.adjustment()]
+            )
         return tuple(
             Draw(
                 self.rules.sampling,
                 branch.index,
                 adjustment,
-                grammar.behind(drafts[:number]) if grammar and number else grammar,
+                grammar.behind(known(drafts)[:number]) if grammar and number else grammar,
             )
             for number, adjustment in enumerate(adjustments)
             for branch in self.branches

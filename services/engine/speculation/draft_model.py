@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from weakref import WeakKeyDictionary, finalize
 
-from services.engine.batch import UNKNOWN_TOKEN, Draw, Fault, Row, RowOutput, RowResult
+from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
 from services.engine.forward import Drafts, Flight, PendingDrafts, known
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.average import Average, acceptance
@@ -140,7 +140,7 @@ class DraftModel:
         return [cache.acceptance.value**number for number in range(1, most + 1)]
 
     def propose(
-        self, asked: Asked, behind: Flight | None = None, *, may_catch_up: bool = True
+        self, asked: Asked, *, may_catch_up: bool = True
     ) -> tuple[dict[Sequence, Drafts], float | None]:
         """Compute at most a chunk of tokens of sequences that are behind. Those still behind get no
         drafts, nor do those without blocks, or at the end of the context."""
@@ -167,7 +167,7 @@ class DraftModel:
             began = time.perf_counter()
             self._compute(rows)
             catch_up_s = time.perf_counter() - began
-        found = self._launched(launch, ready, behind) if launch else self._computed(ready)
+        found = self._launched(launch, ready) if launch else self._computed(ready)
         for sequence, drafts in found.items():
             cache = self._caches[sequence]
             if not cache.drafted:
@@ -184,21 +184,13 @@ class DraftModel:
             going = [one for one, row in results if _goes_on(drafts[one], row, one, asked[one])]
         return {sequence: tuple(drafted) for sequence, drafted in drafts.items()}
 
-    def _launched(
-        self, launch: Launch, asked: Asked, behind: Flight | None
-    ) -> dict[Sequence, Drafts]:
+    def _launched(self, launch: Launch, asked: Asked) -> dict[Sequence, Drafts]:
         """Launch all passes. The step that verifies a sequence with penalties or a grammar needs
         its drafts on the host, and waits for them."""
         sources = {sequence: list[tuple[Flight, int]]() for sequence in asked}
         for number in range(max(asked.values(), default=0)):
             going = [sequence for sequence, most in asked.items() if most > number]
-            drawn_by = [sources[one][-1][1] if number else None for one in going]
-            flight = launch(
-                [
-                    self._row_ahead(one, number, row, behind)
-                    for one, row in zip(going, drawn_by, strict=True)
-                ]
-            )
+            flight = launch([self._row_ahead(one, number) for one in going])
             for place, sequence in enumerate(going):
                 sources[sequence].append((flight, place))
         found = dict[Sequence, Drafts]()
@@ -209,27 +201,25 @@ class DraftModel:
                 found[sequence] = tuple(takewhile(lambda token: token >= 0, drafts.known()))
         return found
 
-    def _row_ahead(
-        self, sequence: Sequence, number: int, drawn_by: int | None, behind: Flight | None
-    ) -> Row:
-        """The row of pass `number`: from pass 1 on it takes the draft that row `drawn_by` of the
-        pass before draws. It is moved by the step in flight `behind` if that has the sequence."""
+    def _row_ahead(self, sequence: Sequence, number: int) -> Row:
+        """The row of pass `number`. From pass 1 on its token is the draft of the pass before. The
+        last two tokens of a sequence in flight are on the device, or the last one alone if no
+        drafts are in flight."""
         cache, tokens = self._caches[sequence], sequence.tokens
-        draws = (_plain(Draw(sequence.rules.sampling, sequence.index)),)
+        num_unknown = sequence.num_unknown
         token_ids, start = tokens[cache.num_computed :], cache.num_computed
-        has_unknown = sequence.num_unknown > 0
-        if has_unknown:
-            token_ids, start = [tokens[-1], UNKNOWN_TOKEN], len(tokens) - 1
-        if drawn_by is not None:
-            token_ids, start = [UNKNOWN_TOKEN], len(tokens) + has_unknown + number - 1
+        if number:
+            token_ids, start = [], len(tokens) + min(num_unknown, 1) + number - 1
+        elif num_unknown:
+            token_ids, start = tokens[-1:] if num_unknown == 1 else [], len(tokens) - 1
         return Row(
             token_ids,
             start,
             cache.blocks,
-            draws=draws,
-            drawn_by=drawn_by,
-            num_unknown=max(0, sequence.num_unknown - 1),
-            behind=(behind, sequence.place) if behind and has_unknown else None,
+            draws=(_plain(Draw(sequence.rules.sampling, sequence.index)),),
+            owner=sequence.owner,
+            num_on_device=1 if number else min(num_unknown, 2),
+            num_unknown=max(0, num_unknown - 1),
         )
 
     def _row(self, sequence: Sequence, drafts: tuple[int, ...]) -> Row:

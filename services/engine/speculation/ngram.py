@@ -7,7 +7,6 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from services.engine.forward import Flight
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.average import Average, acceptance
 
@@ -49,11 +48,7 @@ class NgramDrafter:
         return match.chances(most + unknown)[unknown:]
 
     def propose(
-        self,
-        asked: Mapping[Sequence, int],
-        behind: Flight | None = None,
-        *,
-        may_catch_up: bool = True,
+        self, asked: Mapping[Sequence, int], *, may_catch_up: bool = True
     ) -> tuple[dict[Sequence, tuple[int, ...]], float]:
         drafts = {one: self._matches[one].follow(one.tokens, most) for one, most in asked.items()}
         return drafts, 0.0

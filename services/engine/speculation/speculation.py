@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from itertools import takewhile
 from typing import Protocol
 
-from services.engine.forward import Drafts, Flight, PendingDrafts
+from services.engine.forward import Drafts, PendingDrafts
 from services.engine.scheduler import ScheduledSequence
 from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.payoff import Payoff
@@ -26,13 +26,13 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, asked: Mapping[Sequence, int], behind: Flight | None = None, *, may_catch_up: bool
+        self, asked: Mapping[Sequence, int], *, may_catch_up: bool
     ) -> tuple[Mapping[Sequence, Drafts], float | None]:
         """Drafts of the sequences in `asked` that have some, at most as many as it says for each.
-        All of their tokens are known, unless the drafter runs ahead: then `behind` is the step in
-        flight, which draws their last ones. The second result is the time in seconds in which the
-        drafter computed tokens that it lacked, as it must once for each sequence, if it
-        `may_catch_up`; None if the device computes them later."""
+        All of their tokens are known, unless the drafter runs ahead: then a step in flight draws
+        the last ones. The second result is the time in seconds in which the drafter computed tokens
+        that it lacked, as it must once for each sequence, if it `may_catch_up`; None if the device
+        computes them later."""
         ...
 
 
@@ -77,13 +77,13 @@ class Speculation:
         return any(self._numbers(next_rows))
 
     def with_drafts(
-        self, batch: list[ScheduledSequence], budget: int, behind: Flight | None = None
+        self, batch: list[ScheduledSequence], budget: int, *, runs_ahead: bool = False
     ) -> tuple[list[ScheduledSequence], float | None]:
         """The batch with drafts for the rows for which they pay, if all rows decode, and the time
         in which the drafter caught up with tokens. `budget` is the number of tokens that a step
-        may compute. `behind` is the step in flight; None if there is none."""
+        may compute. `runs_ahead` says that another step is in flight."""
         depends = any(one.sequence.has_state and one.sequence.num_unknown for one in batch)
-        if behind is not None and (depends or not self._drafter.runs_ahead):
+        if runs_ahead and (depends or not self._drafter.runs_ahead):
             return batch, 0.0
         left = min(budget, self._most_tokens or budget) - len(batch)
         asked = dict[Sequence, int]()
@@ -93,7 +93,7 @@ class Speculation:
                 left -= number
         if not asked:
             return batch, 0.0
-        found, catch_up_s = self._drafter.propose(asked, behind, may_catch_up=self._payoff.may_lose)
+        found, catch_up_s = self._drafter.propose(asked, may_catch_up=self._payoff.may_lose)
         return [
             one._replace(drafts=_until_end(found.get(one.sequence, ()), one.sequence.rules.end_ids))
             for one in batch

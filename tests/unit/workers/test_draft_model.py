@@ -172,8 +172,10 @@ def test_one_pass_computes_a_draft_of_all_rows() -> None:
     assert [len(step) for step in drafts.computing.steps] == [6, 6, 6, 6]
 
 
-def test_blocks_come_back_when_their_sequence_is_gone() -> None:
-    drafts = Drafts(num_blocks=100)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_blocks_come_back_when_their_sequence_is_gone(*, is_late: bool) -> None:
+    """Also where its last drafts keep their flights, with the rows of these."""
+    drafts = Drafts(num_blocks=100, is_late=is_late)
     for number in range(50):
         one, other = sequence(60, index=number), sequence(30)
         drafts.ask(one, other)

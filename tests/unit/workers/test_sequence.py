@@ -61,14 +61,14 @@ def test_a_sequence_that_goes_on_elsewhere_draws_as_it_would_have() -> None:
     }
     running = sequence(**asked)
     for _ in range(2):
-        running.launch(running.num_uncomputed, 0)
+        running.launch(running.num_uncomputed)
         running.num_computed = len(running.tokens)
         running.append(OTHER)
     moved = sequence((OTHER, OTHER), **asked)
     logits = torch.linspace(-2, 2, 12)
     applied = []
     for one in (running, moved):
-        (draw,) = one.launch(one.num_uncomputed, 0).draws
+        (draw,) = one.launch(one.num_uncomputed).draws
         assert draw.adjustment is not None
         applied.append(draw.adjustment.applied(logits).tolist())
     assert applied[0] == applied[1]
@@ -78,8 +78,8 @@ def test_a_sequence_that_goes_on_elsewhere_draws_as_it_would_have() -> None:
 
 def test_a_row_that_draws_nothing_looks_at_no_history() -> None:
     running = sequence(repetition_penalty=1.5)
-    assert running.launch(2, 0).draws == ()
-    (plain,) = sequence().launch(4, 0).draws
+    assert running.launch(2).draws == ()
+    (plain,) = sequence().launch(4).draws
     assert plain.adjustment is None
 
 

@@ -81,7 +81,7 @@ def test_drafts_are_verified_with_the_adapter_of_their_sequence() -> None:
     adapter = LoadedAdapter("d1", None)
     one = sequence(PROMPT)
     one.rules = replace(one.rules, adapter=adapter)
-    row = one.launch(1, 0, (5, 6))
+    row = one.launch(1, (5, 6))
     assert (row.adapter, row.num_drafts, len(row.draws)) == (adapter, 2, 3)
 
 
@@ -212,7 +212,7 @@ def test_nothing_follows_a_draft_that_ends_the_text() -> None:
     rules = Rules.of(detached, SIZE, frozenset(), max_model_len=1000)
     group = Group.to_continue(detached, rules, (), 3)
     (one,) = group.sequences
-    one.launch(1, 0, (last,))
+    one.launch(1, (last,))
     assert group.retire(one, 1, (last, after), (last,)) == 1
     advance, _ = group.take_advance()
     (output,) = advance.outputs
