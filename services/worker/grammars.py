@@ -1,8 +1,7 @@
 """Compiles the grammars of requests for structured output, in a thread, and keeps the last ones."""
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -40,17 +39,6 @@ class Grammars:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(structure)
         return grammar
-
-    def when_compiled(self, grammar: Grammar, then: Callable[[BaseException | None], None]) -> None:
-        """Call `then` in this event loop when the grammar is compiled, at once if it is already,
-        with the error if it cannot be compiled."""
-        if grammar.compiled.done():
-            then(grammar.compiled.exception())
-            return
-        loop = asyncio.get_running_loop()
-        grammar.compiled.add_done_callback(
-            lambda compiled: loop.call_soon_threadsafe(then, compiled.exception())
-        )
 
     def _compile(self, structure: Structure) -> Compiled:
         try:

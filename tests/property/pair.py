@@ -133,7 +133,7 @@ class Pair:
         }
         if self.swap_pool:
             places["swapped out"] = self.store.ledger("colder").stats().num_held
-            places["fetching"] = prefill.role._fetching.qsize()
+            places["fetching"] = prefill.role._fetching.locked()
         for number, decode in enumerate(self.decode):
             extender = decode.role._extender
             places[f"decode {number}"] = decode.role.jobs or decode.role.running

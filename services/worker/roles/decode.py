@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from blockstore.errors import NotHeld, StaleHolder
 from blockstore.records import Claim
@@ -72,7 +72,7 @@ class Decode(Role[DecodeJob]):
         self._extender = BlockExtender(worker, self.preempt)
         self._reserved: dict[Key, tuple[Session, int]] = {}
         """The gateway and the number of the decode slots that are kept for each attempt."""
-        self._swapping: asyncio.Queue[DecodeJob] = asyncio.Queue()
+        self._swapping = asyncio.Lock()
         self._outputs: dict[Session, list[Generated]] = {}
         """What each gateway gets of the step that is being applied."""
 
@@ -194,9 +194,7 @@ class Decode(Role[DecodeJob]):
         )
 
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
-        yield self._extender.run()
-        if self.worker.swap_pool is not None:
-            yield self._swap_out()
+        return [self._extender.run()]
 
     @property
     def _num_free_slots(self) -> int:
@@ -315,7 +313,7 @@ class Decode(Role[DecodeJob]):
         elif ending is PREEMPTED and swap_pool and swap_pool.is_worthwhile(job.ticket, others):
             job.trace.enter("swap out")
             job.state, job.ending = State.SWAPPING, None
-            self._swapping.put_nowait(job)
+            self.worker.start(self._swap_out(job))
         else:
             self.release(job, ending)
 
@@ -333,19 +331,18 @@ class Decode(Role[DecodeJob]):
         """
         self.detach(job, lambda: _requeued(job, RequeueReason.HANDED_OVER), HANDED_OVER)
 
-    async def _swap_out(self) -> NoReturn:
-        """Copy the KV of preempted requests to the swap pool, one request at a time. No step
+    async def _swap_out(self, job: DecodeJob) -> None:
+        """Copy the KV of a preempted request to the swap pool, after that of earlier ones. No step
         touches its blocks any more; the job keeps them until they are copied."""
         assert self.worker.swap_pool is not None
-        while True:
-            job = await self._swapping.get()
+        async with self._swapping:
             swapped = await self.worker.swap_pool.put(job.ticket)
-            if swapped is not None:
-                self._keep_swapped(job, swapped)
-                continue
-            log.info("swap_out_refused", holder_id=job.ticket.holder_id)
-            self.worker.metrics.num_swaps_refused.inc()
-            self.release(job, job.ending or PREEMPTED)
+        if swapped is not None:
+            self._keep_swapped(job, swapped)
+            return
+        log.info("swap_out_refused", holder_id=job.ticket.holder_id)
+        self.worker.metrics.num_swaps_refused.inc()
+        self.release(job, job.ending or PREEMPTED)
 
     def _keep_swapped(self, job: DecodeJob, swapped: Swapped) -> None:
         """Keep the ticket of a request that is swapped out, and release its blocks here."""

@@ -58,7 +58,7 @@ class Prefill(Role[PrefillJob]):
             on_admitted=self._begin,
             on_stale=lambda job: self.end(job, STALE),
         )
-        self._fetching: asyncio.Queue[tuple[PrefillJob, SwapPool | FileCache]] = asyncio.Queue()
+        self._fetching = asyncio.Lock()
 
     # Commands of gateways.
 
@@ -130,9 +130,7 @@ class Prefill(Role[PrefillJob]):
         )
 
     def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
-        yield self._admission.run()
-        if self.worker.swap_pool is not None or self.worker.files is not None:
-            yield self._fetch()
+        return [self._admission.run()]
 
     # States of a job: LOADING -> WAITING -> (FETCHING) -> RUNNING -> DETACHED -> ENDED.
 
@@ -168,18 +166,17 @@ class Prefill(Role[PrefillJob]):
         job.state = State.FETCHING
         job.trace.enter("fetch")
         job.num_uncomputed = len(job.ticket.sequences)
-        self._fetching.put_nowait((job, source))
+        self.worker.start(self._fetch(job, source))
 
-    async def _fetch(self) -> None:
-        """Copy KV back from the swap pool or from files, one request at a time."""
-        while True:
-            job, source = await self._fetching.get()
-            assert job.allocation is not None
+    async def _fetch(self, job: PrefillJob, source: SwapPool | FileCache) -> None:
+        """Copy KV back from the swap pool or from files, after that of earlier requests."""
+        assert job.allocation is not None
+        async with self._fetching:
             fetched = await source.fetch(job.ticket, job.allocation, job.block_keys)
-            if job.ending:
-                self.release(job, job.ending)
-            else:
-                self._compute(job, fetched)
+        if job.ending:
+            self.release(job, job.ending)
+        else:
+            self._compute(job, fetched)
 
     def _compute(self, job: PrefillJob, fetched: Fetched) -> None:
         """Give the engine the tokens that no block has KV for yet:

@@ -1,5 +1,6 @@
 """The common part of prefill and decode: the life of a job from its adapter to its end."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -136,22 +137,25 @@ class Role(ABC, Generic[J]):
     def begin(self, job: J) -> None:
         """Start a job whose group the engine has, as soon as its grammar is compiled. A grammar
         that cannot be compiled, which its gateway should have found, ends the job."""
-        grammars, grammar = self.worker.grammars, self.worker.grammar_of(job.ticket)
-        if grammar is None or grammars is None:
+        grammar = self.worker.grammar_of(job.ticket)
+        if grammar is None:
             self._begin_ready(job)
             return
 
-        def on_compiled(error: BaseException | None) -> None:
-            if error is not None and not isinstance(error, InvalidRequest):
-                self.worker.fail(error)
-            elif job.state is not State.RUNNING or job.ending:  # it has ended meanwhile
+        async def begin() -> None:
+            failure: InvalidRequest | None = None
+            try:
+                await asyncio.wrap_future(grammar.compiled)
+            except InvalidRequest as error:
+                failure = error
+            if job.state is not State.RUNNING or job.ending:  # it has ended meanwhile
                 return
-            elif error is None:
+            if failure is None:
                 self._begin_ready(job)
             else:
-                self.end(job, Ending(error=(error.code, str(error))))
+                self.end(job, Ending(error=(failure.code, str(failure))))
 
-        grammars.when_compiled(grammar, on_compiled)
+        self.worker.start(begin())
 
     def _begin_ready(self, job: J) -> None:
         """Start a group once `Began` is written to its gateway: if this worker dies, the gateway

@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -201,10 +200,6 @@ class SlowGrammars:
 
     def get(self, structure: Structure) -> Grammar:
         return Grammar(self.compiled, 1000)
-
-    def when_compiled(self, grammar: Grammar, then: Callable[[BaseException | None], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.compiled.add_done_callback(lambda done: loop.call_soon(then, done.exception()))
 
 
 async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
