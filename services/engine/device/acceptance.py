@@ -60,7 +60,7 @@ def moved_rows(
     moved = [number for number, row in enumerate(rows) if row.num_unknown]
     if not moved:
         return {}
-    by = [table.slot_of(rows[number]) for number in moved]
+    by = [table.entry_of(rows[number]) for number in moved]
     lens = [rows[number].num_tokens for number in moved]
     num_draws = [len(rows[number].draws) for number in moved]
     draws, tokens = batch.first_draws(moved), _ranges(ends[moved] - lens, lens)

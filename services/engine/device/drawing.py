@@ -32,8 +32,6 @@ class DeviceDrawing:
 
     def arrays(self, batch: SamplingBatch) -> dict[str, Indices]:
         """The arrays that `draw` needs on the device."""
-        if not batch.draws:
-            return {}
         slots, changes = self._penalties.update(batch.draws)
         columns, states = {**batch.columns}, batch.columns["state"]
         columns["state"], columns["slot"] = states.copy(), np.array(slots, np.int32)

@@ -23,92 +23,92 @@ from services.engine.sampling.sampling_batch import SamplingBatch
 _WIDTH = 256
 """The number of last positions that the table keeps: more than two steps with drafts have."""
 
-_FIRST_SLOTS = 64
+_FIRST_ENTRIES = 64
 
 
 class TokenTable:
-    """A table that grows by doubling. A row of it, a slot, is free again when its sequence is gone.
-    Slot 0 belongs to no sequence: what is written there is read by nobody."""
+    """A table that grows by doubling. An entry is free again when its sequence is gone. Entry 0
+    belongs to no sequence: what is written there is read by nobody."""
 
     def __init__(self, device: torch.device) -> None:
         self._tokens = torch.zeros(1, _WIDTH, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(1, dtype=torch.int64, device=device)
-        self._slots: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()
+        self._entries: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()
         self._free: list[int] = []
 
     def read_places(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
         """The arrays that `read` needs; none if the host knows all tokens. `ends` are the ends of
         the rows in the tokens of the step. Raises ValueError if no step has drawn a row's token."""
-        tokens, slots = list[int](), list[int]()
+        tokens, entries = list[int](), list[int]()
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.num_on_device:
                 tokens += range(end - row.num_on_device, end)
-                slots += [self.slot_of(row)] * row.num_on_device
+                entries += [self.entry_of(row)] * row.num_on_device
         if not tokens:
             return {}
-        return {"read": np.array(tokens, np.int64), "read_slots": np.array(slots, np.int64)}
+        return {"read": np.array(tokens, np.int64), "read_entries": np.array(entries, np.int64)}
 
     def read(self, placed: Mapping[str, Tensor]) -> None:
         """Writes the tokens that the host does not know into `placed`, whose rows are moved."""
         if "read" in placed:
             places = placed["read"]
             positions = placed["positions"][places] % _WIDTH
-            tokens = self._tokens[placed["read_slots"], positions]
+            tokens = self._tokens[placed["read_entries"], positions]
             placed["token_ids"].index_copy_(0, places, tokens)
 
-    def slot_of(self, row: Row) -> int:
+    def entry_of(self, row: Row) -> int:
         """Raises ValueError if no step has drawn a token of the row's sequence."""
-        slot = None if row.owner is None else self._slots.get(row.owner)
-        if slot is None:
+        entry = None if row.owner is None else self._entries.get(row.owner)
+        if entry is None:
             raise ValueError("a row takes a token that no step has drawn on the device")
-        return slot
+        return entry
 
-    def num_accepted(self, slots: Tensor) -> Tensor:
-        """The number of drafts that the last step with drafts of each slot has accepted."""
-        return self._accepted[slots]
+    def num_accepted(self, entries: Tensor) -> Tensor:
+        """The number of drafts that the last step with drafts of each entry has accepted."""
+        return self._accepted[entries]
 
     def draw_places(self, batch: SamplingBatch) -> dict[str, Indices]:
-        """The arrays that `write` needs: the slots of the draws. Draws of several sequences after
+        """The arrays that `write` needs: the entries of the draws. Draws of several sequences after
         the same tokens go nowhere."""
-        slots = list[int]()
+        entries = list[int]()
         for row in batch.rows:
             is_alone = row.num_drafts > 0 or len(row.draws) == 1
-            slots += [self._taken(row.owner) if is_alone else 0] * len(row.draws)
-        return {"draw_slots": np.array(slots, np.int64)}
+            entries += [self._taken(row.owner) if is_alone else 0] * len(row.draws)
+        return {"draw_entries": np.array(entries, np.int64)}
 
     def write(self, placed: Mapping[str, Tensor], positions: Tensor, drawn: Tensor) -> None:
         """Keep the tokens that a step has drawn, for these positions. After a fault it is any
         token, since the result is dropped."""
-        self._tokens[placed["draw_slots"], positions % _WIDTH] = drawn.clamp(min=0)
+        self._tokens[placed["draw_entries"], positions % _WIDTH] = drawn.clamp(min=0)
 
     def write_accepted(self, placed: Mapping[str, Tensor], accepted: Tensor) -> None:
         """Keep the numbers of accepted drafts of all rows, and their tokens before the drafts,
         which the next step of a draft model reads if none is accepted."""
-        slots, bases = placed["row_slots"], placed["bases"]
-        self._accepted[slots] = accepted
-        self._tokens[slots, placed["positions"][bases] % _WIDTH] = placed["token_ids"][bases]
+        entries, bases = placed["row_entries"], placed["bases"]
+        self._accepted[entries] = accepted
+        self._tokens[entries, placed["positions"][bases] % _WIDTH] = placed["token_ids"][bases]
 
     def row_places(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
         """The arrays that `write_accepted` needs."""
-        slots = [self._taken(row.owner) if row.draws else 0 for row in rows]
+        entries = [self._taken(row.owner) if row.draws else 0 for row in rows]
         bases = ends - 1 - np.array([row.num_drafts for row in rows])
-        return {"row_slots": np.array(slots, np.int64), "bases": bases.astype(np.int64)}
+        return {"row_entries": np.array(entries, np.int64), "bases": bases.astype(np.int64)}
 
     def _taken(self, owner: Owner | None) -> int:
-        """The sequence's slot, which it gets if it has none."""
+        """The sequence's entry, which it gets if it has none."""
         if owner is None:
             return 0
-        slot = self._slots.get(owner)
-        if slot is None:
+        entry = self._entries.get(owner)
+        if entry is None:
             if not self._free:
                 self._grow()
-            slot = self._slots[owner] = self._free.pop()
-            weakref.finalize(owner, self._free.append, slot).atexit = False
-        return slot
+            entry = self._entries[owner] = self._free.pop()
+            weakref.finalize(owner, self._free.append, entry).atexit = False
+        return entry
 
     def _grow(self) -> None:
-        num_slots = len(self._tokens)
-        more = max(_FIRST_SLOTS, num_slots)
+        num_entries = len(self._tokens)
+        more = max(_FIRST_ENTRIES, num_entries)
         self._tokens = torch.cat([self._tokens, self._tokens.new_zeros(more, _WIDTH)])
         self._accepted = torch.cat([self._accepted, self._accepted.new_zeros(more)])
-        self._free += range(num_slots + more - 1, num_slots - 1, -1)
+        self._free += range(num_entries + more - 1, num_entries - 1, -1)

@@ -6,7 +6,7 @@
 The thread holds the interpreter's lock only between two grammars.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.engine.batch import Draw
@@ -30,14 +30,10 @@ class MaskThread:
         wanted = dict.fromkeys(draw.grammar for draw in draws if draw.grammar is not None)
         if not wanted:
             return lambda: [None] * len(draws)
-        computing = self._thread.submit(_masks, wanted)
+        computing = self._thread.submit(lambda: {grammar: _mask(grammar) for grammar in wanted})
         return lambda: [
             None if draw.grammar is None else computing.result()[draw.grammar] for draw in draws
         ]
-
-
-def _masks(grammars: Iterable[GrammarState]) -> dict[GrammarState, Mask | None]:
-    return {grammar: _mask(grammar) for grammar in grammars}
 
 
 def _mask(grammar: GrammarState) -> Mask | None:

@@ -281,17 +281,16 @@ class Sequence:
         """The draws of all branches after the last token; or the one branch's draw after the last
         token and after each draft. Draws that depend on drafts wait for them."""
         penalties, grammar = self._penalty_state, self._grammar_state
+        told = known(drafts) if self.has_state else ()
         adjustments: Seq[Adjustment | None] = [None] * (len(drafts) + 1)
         if penalties is not None:
-            adjustments = (
-                penalties.adjustments(known(drafts)) if drafts else [penalties.adjustment()]
-            )
+            adjustments = penalties.adjustments(told) if told else [penalties.adjustment()]
         return tuple(
             Draw(
                 self.rules.sampling,
                 branch.index,
                 adjustment,
-                grammar.behind(known(drafts)[:number]) if grammar and number else grammar,
+                grammar.behind(told[:number]) if grammar and number else grammar,
             )
             for number, adjustment in enumerate(adjustments)
             for branch in self.branches

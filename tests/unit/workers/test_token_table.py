@@ -1,4 +1,4 @@
-"""The token table of a device: which sequence has which row of it."""
+"""The token table of a device: which sequence has which entry of it."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,7 @@ def known(table: TokenTable, owner: Owner | None, position: int) -> int:
     return int(placed["token_ids"][1])
 
 
-def test_sequences_keep_their_rows_while_the_table_grows() -> None:
-    """The first 64 rows are taken one by one, and then as many at once."""
+def test_sequences_keep_their_entries_while_the_table_grows() -> None:
     table, owners = TokenTable(torch.device("cpu")), [Owner() for _ in range(200)]
     for number, owner in enumerate(owners):
         draw(table, [owner], 1000 + number, 5)
@@ -44,7 +43,7 @@ def test_sequences_keep_their_rows_while_the_table_grows() -> None:
     assert {known(table, owner, 6) for owner in owners} == {9}
 
 
-def test_the_row_of_a_sequence_that_is_gone_is_free_again() -> None:
+def test_the_entry_of_a_sequence_that_is_gone_is_free_again() -> None:
     table, kept = TokenTable(torch.device("cpu")), Owner()
     draw(table, [kept], 3, 5)
     for number in range(300):
@@ -66,4 +65,4 @@ def test_draws_of_several_sequences_after_one_token_belong_to_none() -> None:
     """These sequences part there, so the host knows the tokens before their next step."""
     table, owner = TokenTable(torch.device("cpu")), Owner()
     shared = Row((7,), 0, (0,), draws=(DRAW, DRAW), owner=owner)
-    assert table.draw_places(SamplingBatch.of([shared]))["draw_slots"].tolist() == [0, 0]
+    assert table.draw_places(SamplingBatch.of([shared]))["draw_entries"].tolist() == [0, 0]
