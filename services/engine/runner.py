@@ -297,15 +297,16 @@ class Runner:
         for i, row in enumerate(rows):
             if not row.num_tokens or row.start < 0:
                 raise ValueError(f"row {i}: {row.num_tokens} tokens from {row.start} on")
-            if _end(row) > self._model.config.max_position_embeddings:
+            end = _end(row)
+            if end > self._model.config.max_position_embeddings:
                 raise ValueError(
-                    f"row {i}: ends at {_end(row)}, the model's context at "
+                    f"row {i}: ends at {end}, the model's context at "
                     f"{self._model.config.max_position_embeddings}"
                 )
-            if len(row.block_table) * self._block_size < _end(row):
+            if len(row.block_table) * self._block_size < end:
                 raise ValueError(
                     f"row {i}: {len(row.block_table)} blocks of {self._block_size} do not hold "
-                    f"{_end(row)} positions"
+                    f"{end} positions"
                 )
 
 

@@ -13,7 +13,6 @@ from services.runtime.errors import InvalidRequest
 from services.worker.liveness.heartbeats import Heartbeats
 from services.worker.pool_engine import PoolEngine, WorkerParts
 from services.worker.requests.events import Session
-from services.worker.roles.prefill import Prefill
 from services.worker.roles.role import Role
 
 _DRAIN_INTERVAL_S = 0.05
@@ -26,11 +25,13 @@ R = TypeVar("R", bound=Role[Any])
 class PoolWorker(PoolEngine, Generic[R]):
     """A worker on one pool, in one event loop."""
 
-    def __init__(self, parts: WorkerParts, role: type[R], *, mixes: bool = False) -> None:
-        """A decode worker that `mixes` prefills, too."""
+    def __init__(
+        self, parts: WorkerParts, role: type[R], mixed: Sequence[type[Role[Any]]] = ()
+    ) -> None:
+        """`mixed` are roles that the worker has beside its own."""
         super().__init__(parts, self._give_advances)
         self.role: R = role(self)
-        self.roles: Sequence[Role[Any]] = (Prefill(self), self.role) if mixes else (self.role,)
+        self.roles: Sequence[Role[Any]] = (*(each(self) for each in mixed), self.role)
         self.next_role: NextRole | None = None
         """The role that the worker takes once it is drained; None if it leaves then. RELOAD if it
         leaves to serve the weights that its process has read."""

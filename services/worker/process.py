@@ -33,6 +33,7 @@ from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.ranks.processes import end_worker
 from services.worker.roles import ROLES
+from services.worker.roles.prefill import Prefill
 from services.worker.stream import WorkerStream
 
 # The next three add up to less than ENDING_S (services.runtime.config), the time for all
@@ -159,9 +160,8 @@ class WorkerProcess:
         to take next; None if it is to leave. `stack` closes what belongs to this role only."""
         if isinstance(parts.forward, SharedCpus):  # no step is in flight
             await asyncio.to_thread(parts.forward.change_role, self.role)
-        worker = PoolWorker[Any](
-            parts, ROLES[self.role], mixes=self._settings.mix and self.role == "decode"
-        )
+        mixes = self._settings.mix and self.role == "decode"
+        worker = PoolWorker[Any](parts, ROLES[self.role], [Prefill] if mixes else [])
         engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
         watching = asyncio.create_task(
             watch_steps(lambda: engine.step_in_flight, self._settings.step_limit_s, end)

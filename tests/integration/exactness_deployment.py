@@ -49,6 +49,7 @@ from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
+from services.worker.roles.prefill import Prefill
 from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
 from tests.drafting import AsMany, SometimesWrong, oracle
@@ -218,7 +219,8 @@ class ExactnessDeployment:
         forward: Watched,
         request_metrics: CollectorRegistry,
     ) -> DeployedWorker:
-        worker = PoolWorker[Any](parts, ROLES[role], mixes=self.setting.mix and role == "decode")
+        mixes = self.setting.mix and role == "decode"
+        worker = PoolWorker[Any](parts, ROLES[role], [Prefill] if mixes else [])
         running = asyncio.create_task(worker.run())
         found = DeployedWorker(worker, forward, parts, request_metrics, running)
         self._workers[worker.worker_id] = found

@@ -92,7 +92,7 @@ class SamplingBatch:
                 apart.append((number, slice(first, len(wanted))))
             if not row.draws:
                 continue
-            position = row.start + row.num_tokens - row.num_drafts
+            position = row.start + (end - begin) - row.num_drafts
             for place, draw in enumerate(row.draws):
                 behind = place if row.num_drafts else 0  # without drafts, all draw after one token
                 draws.append(draw)

@@ -28,6 +28,7 @@ from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES
 from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
 from tests.late_device import CompleteFlight, Device
 from tests.waiting import until
 
@@ -90,7 +91,7 @@ async def mixed(tmp_path: Path, device: Device) -> AsyncIterator[MixedWorker]:
     model = Recorded(pools.arena)
     metrics = WorkerMetrics(CollectorRegistry())
     parts = await pools.join("decode-1-0000000a", device(model), limits, metrics)
-    worker = PoolWorker(parts, Decode, mixes=True)
+    worker = PoolWorker(parts, Decode, [Prefill])
     async with running(worker):
         yield MixedWorker(store, worker, model)
         model.gate.set()
