@@ -1,7 +1,7 @@
 """Times a model on this machine: a whole decode step, and attention with each block size."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvops
+from advisor.advice import BLOCK_SIZES, DEFAULT_BLOCK_SIZE
 from kvops.native import Lane
 from quire.errors import QuireError
 from services.engine.batch import Draw, Row
@@ -19,9 +20,7 @@ from services.model.config.model_config import ModelConfig
 from services.pool.layout import ITEM_BYTES, Dtype
 from services.protocol.ticket import SamplingParams
 from services.runtime.errors import StartupError
-
-DEFAULT_BLOCK_SIZE = 16
-"""The block size with which the whole step is timed."""
+from services.worker.computed_kind import is_dequantized
 
 _GREEDY = SamplingParams(temperature=0.0)
 _STEP_BYTES = 1 << 30
@@ -34,8 +33,7 @@ _ROUNDS = 5
 @dataclass(frozen=True, slots=True)
 class ModelTimings:
     num_rows: int
-    """The rows of the step that was timed, each `context` tokens long."""
-    context: int
+    """The rows of the step that was timed."""
     step_us: float
     """The time of a whole decode step with blocks of DEFAULT_BLOCK_SIZE."""
     attention_us: dict[int, float]
@@ -47,32 +45,33 @@ class ModelTimings:
 def time_model(
     model: Path,
     config: ModelConfig,
-    dtype: Dtype,
+    dtype: str,
+    kv_dtype: Dtype,
     backend: str,
-    num_threads: int,
-    cache: Path | None,
-    *,
-    dequantize: bool,
+    threads: int,
+    weights_cache: str,
     num_rows: int,
     context: int,
-    block_sizes: Sequence[int],
 ) -> ModelTimings:
     """Time a decode step of `num_rows` sequences of `context` tokens, or of as many as there is
-    memory for. `cache` and `dequantize` are as for `load_model`. Raises QuireError if the model
-    cannot be loaded, or the backend is not available or cannot read blocks of a size."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
-    num_rows = max(1, min(num_rows, _STEP_BYTES // (context * per_token)))
+    memory for. Raises QuireError if the model cannot be loaded, or the backend is not available or
+    cannot read blocks of a size."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    num_rows = max(1, min(num_rows, _STEP_BYTES // (context * per_token * ITEM_BYTES[kv_dtype])))
+    cache = None if weights_cache == "none" else Path(weights_cache).expanduser()
+    dequantize = is_dequantized(config.quantization, dtype, "auto", backend)
+    of_kv = DTYPES[kv_dtype]
     try:
         ops = kvops.backend(backend)
         if ops.native is not None:
-            ops.native.assign([Lane()] * num_threads)
-        loaded = load_model(model, DTYPES[dtype], ops, dequantize=dequantize, cache=cache)
+            ops.native.assign([Lane()] * threads)
+        loaded = load_model(model, of_kv, ops, dequantize=dequantize, cache=cache)
         step_us = 1e6 * _time_step(loaded, num_rows, context)
-        us = _time_attention(config, num_rows, context, block_sizes, ops, DTYPES[dtype])
+        us = _time_attention(config, num_rows, context, ops, of_kv)
     except (kvops.BackendUnavailable, StartupError, ValueError) as error:
         raise QuireError(str(error), "timing") from error
     share = min(1.0, config.num_layers * us[DEFAULT_BLOCK_SIZE] / step_us)
-    return ModelTimings(num_rows, context, step_us, us, share)
+    return ModelTimings(num_rows, step_us, us, share)
 
 
 def _time_step(model: Model, num_rows: int, context: int) -> float:
@@ -92,17 +91,12 @@ def _time_step(model: Model, num_rows: int, context: int) -> float:
 
 
 def _time_attention(
-    config: ModelConfig,
-    num_rows: int,
-    context: int,
-    block_sizes: Sequence[int],
-    ops: kvops.Backend,
-    dtype: torch.dtype,
+    config: ModelConfig, num_rows: int, context: int, ops: kvops.Backend, dtype: torch.dtype
 ) -> dict[int, float]:
     """Microseconds of one layer, by block size, on one arena that is viewed with blocks of each
     size in turn, and has as many of the layers as fit. The blocks of a row are scattered over it.
     Raises ValueError if the backend cannot read blocks of a size."""
-    largest, scale = max(block_sizes), config.head_dim**-0.5
+    largest, scale = max(BLOCK_SIZES), config.head_dim**-0.5
     num_values = 2 * num_rows * -(-context // largest) * largest
     num_values *= config.num_kv_heads * config.head_dim
     num_layers = min(config.num_layers, _ARENA_BYTES // (num_values * dtype.itemsize))
@@ -116,16 +110,14 @@ def _time_attention(
     def layers(size: int) -> Callable[[], list[Tensor]]:
         kv = arena.view(-1, num_layers, 2, size, config.num_kv_heads, config.head_dim)
         tables = torch.randperm(len(kv)).to(torch.int32).view(num_rows, -1)
-        where = (tables, cu_query_lens, context_lens)
+        where = (tables, cu_query_lens, context_lens, scale)
         return lambda: [
-            ops.paged_attention(
-                *(q, kv[:, layer], *where, scale, config.windows[layer]), max_query_len=1
-            )
+            ops.paged_attention(q, kv[:, layer], *where, config.windows[layer], max_query_len=1)
             for layer in range(num_layers)
         ]
 
-    calls = {size: layers(size) for size in block_sizes}
-    best = dict.fromkeys(block_sizes, float("inf"))
+    calls = {size: layers(size) for size in BLOCK_SIZES}
+    best = dict.fromkeys(BLOCK_SIZES, float("inf"))
     for _ in range(_ROUNDS):  # sizes in turn, so that other load on the machine affects all alike
         for size, call in calls.items():
             best[size] = min(best[size], _fastest(call, for_s=0.04, least=1))

@@ -16,7 +16,7 @@ from quire.sizes import memory_size
 from quire.supervisor.model_source import DEMO, find_model
 
 Costs = dict[str, Any]
-"""The costs of one block size, as `advisor.recommend` returns them."""
+"""The costs of one block size, as `advisor.advice` returns them."""
 
 _COLUMNS: Columns[Costs] = {
     "BLOCK SIZE": lambda size: size["block_size"],
@@ -38,7 +38,7 @@ app = typer.Typer(help="Recommend settings for a recorded workload.", add_comple
 
 @dataclass(frozen=True)
 class AdvisorFlags:
-    """The options of `advisor.recommend`."""
+    """The options of `advisor.advice`."""
 
     workload: Annotated[
         Path,
@@ -71,7 +71,7 @@ class AdvisorFlags:
 def block_size(flags: AdvisorFlags, as_json: Json = False) -> None:
     """Recommend the --block-size for a recorded workload, with reasons."""
     source = find_model(flags.model)
-    from advisor.recommend import recommend  # imports PyTorch, which takes seconds
+    from advisor.advice import recommend  # imports PyTorch, which takes seconds
 
     options = asdict(flags) | {"model": Path(source.directory)}
     found = recommend(**options, show_progress=_show_progress)

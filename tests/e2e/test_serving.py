@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from advisor.workload import RecordedRequest, WorkloadError, read_workload
+from advisor.advice import RecordedRequest, read_workload
 from quire.async_client import AsyncClient
+from quire.errors import QuireError
 from quire.types import Completion, Sampling
 from tests.waiting import until
 
@@ -96,7 +97,7 @@ def logged(deployment: Deployment) -> list[RecordedRequest]:
     """The request lines of this test; none while a line is incomplete."""
     try:
         workload = read_workload(deployment.log)
-    except WorkloadError:
+    except QuireError:
         return []
     asked = (NUM_PROMPT, NUM_GENERATED)
     return [r for r in workload.requests if (r.num_prompt_tokens, r.num_generated_tokens) == asked]

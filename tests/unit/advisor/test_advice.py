@@ -4,8 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.advice import BLOCK_SIZES, SizeCosts, advise, shared_tokens, size_costs
-from advisor.workload import RecordedRequest
+from advisor.advice import (
+    BLOCK_SIZES,
+    RecordedRequest,
+    SizeCosts,
+    advise,
+    shared_tokens,
+    size_costs,
+)
 
 EVEN = dict.fromkeys(BLOCK_SIZES, 100.0)
 """Attention that is as fast with blocks of every size."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from advisor.workload import RecordedRequest, WorkloadError, read_workload
+from advisor.advice import RecordedRequest, read_workload
+from quire.errors import QuireError
 
 GOOD = {"num_prompt_tokens": 1, "num_generated_tokens": 1}
 
@@ -99,7 +100,7 @@ def test_a_garbled_line_is_named_with_what_is_wrong(
     tmp_path: Path, line: object, problem: str
 ) -> None:
     path = written(tmp_path, GOOD, line)
-    with pytest.raises(WorkloadError) as raised:
+    with pytest.raises(QuireError) as raised:
         read_workload(path)
     assert str(raised.value).startswith(f"{path}, line 2: ")
     assert problem in str(raised.value)
@@ -121,10 +122,10 @@ def test_a_garbled_line_is_named_with_what_is_wrong(
 def test_a_file_without_requests_says_so(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "workload.jsonl"
     path.write_bytes(content)
-    with pytest.raises(WorkloadError, match=problem):
+    with pytest.raises(QuireError, match=problem):
         read_workload(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"nowhere\.jsonl: No such file or directory"):
+    with pytest.raises(QuireError, match=r"nowhere\.jsonl: No such file or directory"):
         read_workload(tmp_path / "nowhere.jsonl")

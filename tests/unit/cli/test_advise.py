@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from advisor import recommend
+from advisor import advice
 from quire.cli import main
 
 ANSWER: dict[str, Any] = {
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(options)
         return ANSWER
 
-    monkeypatch.setattr(recommend, "recommend", answer)
+    monkeypatch.setattr(advice, "recommend", answer)
     return seen
 
 
