@@ -18,6 +18,7 @@ from bench.peers.peer import (
     Dtype,
     EngineRun,
     Figure,
+    Peer,
     PeerFailed,
     ServerOptions,
     best_of,
@@ -54,22 +55,21 @@ _ENVIRONMENT = Environment(
     ),
 )
 _SOURCE = DIRECTORY / "llamacpp-source"
-_BUILD = _SOURCE / "build"
+_PROGRAMS = _SOURCE / "build" / "bin"
 _CONVERT = Path(__file__).parent / "inside" / "llamacpp_convert.py"
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     name = "llama.cpp"
     formats: Mapping[Dtype, str] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+    environment = _ENVIRONMENT
 
     @property
     def is_ready(self) -> bool:
-        return _ENVIRONMENT.is_ready and all(
-            (_BUILD / "bin" / target).exists() for target in _TARGETS
-        )
+        return super().is_ready and all((_PROGRAMS / target).exists() for target in _TARGETS)
 
     def setup(self) -> None:
-        _ENVIRONMENT.create()
+        super().setup()
         if not _SOURCE.exists():
             self._fetch()
         if not self.is_ready:
@@ -109,11 +109,9 @@ class LlamaCpp:
         """The converter writes no types of 4 bits: `llama-quantize` makes them from bfloat16."""
         if dtype == "int4":
             whole = LlamaCpp().prepare(checkpoint, "bfloat16")
-            program = str(_BUILD / "bin" / "llama-quantize")
-            return Command((program, str(whole), str(gguf), self.formats[dtype]))
-        options = ("--outtype", self.formats[dtype].lower(), "--outfile", str(gguf))
-        python = str(_ENVIRONMENT.python)
-        return Command((python, str(_CONVERT), str(_SOURCE), *options, str(checkpoint)))
+            return Command.of(_PROGRAMS / "llama-quantize", whole, gguf, self.formats[dtype])
+        flags = {"--outtype": self.formats[dtype].lower(), "--outfile": gguf}
+        return Command.of(_ENVIRONMENT.python, _CONVERT, _SOURCE, flags, checkpoint)
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
         lines: list[Figure] = []
@@ -134,38 +132,30 @@ class LlamaCpp:
         streams: tuple[int, ...],
     ) -> list[dict[str, Any]]:
         """One row for each prompt length and number of streams, `run.repeats` times."""
-        batch = str(max(*prompts, 2048))
-        options = {
-            "--model": str(model),
-            "--ctx-size": str(max(streams) * (max(prompts) + tokens)),
-            "--batch-size": batch,
-            "-npp": _comma_separated(prompts),
-            "-ntg": str(tokens),
-            "-npl": _comma_separated(streams * run.repeats),
-            "--threads": str(run.threads),
+        flags = {
+            "--model": model,
+            "--ctx-size": max(streams) * (max(prompts) + tokens),
+            "--batch-size": max(*prompts, 2048),
+            "-npp": ",".join(map(str, prompts)),
+            "-ntg": tokens,
+            "-npl": ",".join(map(str, streams * run.repeats)),
+            "--threads": run.threads,
             "--output-format": "jsonl",
         }
-        words = (word for option in options.items() for word in option)
-        program = str(_BUILD / "bin" / "llama-batched-bench")
-        rows = json_lines(output_of(Command((program, *words))))
+        program = _PROGRAMS / "llama-batched-bench"
+        rows = json_lines(output_of(Command.of(program, flags)))
         if not rows:
             raise PeerFailed(f"no figure: {program}")
         return rows
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
         flags = {
-            "--model": str(model),
+            "--model": model,
             "--host": "127.0.0.1",
-            "--port": str(options.port),
-            "--threads": str(options.threads),
-            "--parallel": str(options.max_num_seqs),
+            "--port": options.port,
+            "--threads": options.threads,
+            "--parallel": options.max_num_seqs,
             # one cache for all streams: a stream may have all of it
-            "--ctx-size": str(options.num_kv_tokens),
+            "--ctx-size": options.num_kv_tokens,
         }
-        words = (word for flag in flags.items() for word in flag)
-        program = str(_BUILD / "bin" / "llama-server")
-        return Command((program, *words, "--kv-unified"))
-
-
-def _comma_separated(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
+        return Command.of(_PROGRAMS / "llama-server", flags, "--kv-unified")

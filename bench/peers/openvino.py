@@ -16,6 +16,7 @@ from bench.peers.peer import (
     Dtype,
     EngineRun,
     Figure,
+    Peer,
     ServerOptions,
     converted_directory,
     figures,
@@ -44,8 +45,9 @@ _WEIGHTS: dict[Dtype, tuple[str, ...]] = {
 }
 
 
-class OpenVino:
+class OpenVino(Peer):
     formats: Mapping[Dtype, str] = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
+    environment = _ENVIRONMENT
 
     def __init__(self, name: str = "openvino", activation_group: int = 32) -> None:
         """`activation_group` inputs share a scale of int8 activations beside quantized weights; 0
@@ -53,46 +55,34 @@ class OpenVino:
         self.name = name
         self._activation_group = activation_group
 
-    @property
-    def is_ready(self) -> bool:
-        return _ENVIRONMENT.is_ready
-
-    def setup(self) -> None:
-        _ENVIRONMENT.create()
-
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
         directory = converted_directory("openvino", checkpoint, dtype)
         if not directory.exists():
             unfinished = directory.with_name(f"{directory.name}-unfinished")
-            program = str(_ENVIRONMENT.path / "bin" / "optimum-cli")
-            task = ("--task", "text-generation-with-past")
+            program = _ENVIRONMENT.path / "bin" / "optimum-cli"
+            flags = {"--model": checkpoint, "--task": "text-generation-with-past"}
             weights = ("--weight-format", *_WEIGHTS[dtype])
-            export = (program, "export", "openvino", "--model", str(checkpoint), *task, *weights)
-            output_of(Command((*export, str(unfinished)), {"HF_HUB_OFFLINE": "1"}))
+            words = (program, "export", "openvino", flags, *weights, unfinished)
+            output_of(Command.of(*words, HF_HUB_OFFLINE="1"))
             unfinished.rename(directory)
         return directory
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        options = (*run.arguments, *self._activations(dtype))
-        return figures(self._command("engine.py", "openvino", "--model", str(model), *options))
+        return figures(self._command(dtype, "engine.py", "openvino", {"--model": model}, run.flags))
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
         flags = {
-            "--model": str(model),
-            "--port": str(options.port),
-            "--threads": str(options.threads),
-            "--max-num-seqs": str(options.max_num_seqs),
+            "--model": model,
+            "--port": options.port,
+            "--threads": options.threads,
+            "--max-num-seqs": options.max_num_seqs,
         }
-        words = (word for flag in flags.items() for word in flag)
-        return self._command("openvino_server.py", *words, *self._activations(dtype))
+        return self._command(dtype, "openvino_server.py", flags)
 
     def quality(self, model: Path, dtype: Dtype, texts: Path) -> Command:
         """A program that prints what the model says about the texts of a JSON file."""
-        options = ("--model", str(model), "--texts", str(texts), *self._activations(dtype))
-        return self._command("openvino_quality.py", *options)
+        return self._command(dtype, "openvino_quality.py", {"--model": model, "--texts": texts})
 
-    def _activations(self, dtype: Dtype) -> tuple[str, ...]:
-        return () if dtype == "bfloat16" else ("--activation-group", str(self._activation_group))
-
-    def _command(self, script: str, *arguments: str) -> Command:
-        return Command((str(_ENVIRONMENT.python), str(_INSIDE / script), *arguments))
+    def _command(self, dtype: Dtype, script: str, *words: object) -> Command:
+        group = {} if dtype == "bfloat16" else {"--activation-group": self._activation_group}
+        return Command.of(_ENVIRONMENT.python, _INSIDE / script, *words, group)

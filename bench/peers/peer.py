@@ -10,12 +10,13 @@ Both kinds of figures mean the same for all, Quire included:
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from bench.peers.environment import DIRECTORY
+from bench.peers.environment import DIRECTORY, Environment
 
 Dtype = Literal["bfloat16", "int8", "int4"]
 Kind = Literal["decode", "prefill"]
@@ -32,9 +33,26 @@ class Command:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, *words: object, **environment: str) -> "Command":
+        """A mapping among the words has flags and their values; a flag of a tuple has so many
+        values, and none if the tuple is empty."""
+        return cls(tuple(_words(words)), environment)
+
     @property
     def full_environment(self) -> dict[str, str]:
         return {**os.environ, **self.environment}
+
+
+def _words(words: Iterable[object]) -> Iterator[str]:
+    for word in words:
+        if not isinstance(word, Mapping):
+            yield str(word)
+            continue
+        for flag, value in word.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if values:
+                yield from (flag, *map(str, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +69,9 @@ class EngineRun:
     repeats: int = 1
 
     @property
-    def arguments(self) -> tuple[str, ...]:
+    def flags(self) -> dict[str, object]:
         """As the programs in `bench/peers/inside` read them."""
-        options = {
-            "--decode": self.decode,
-            "--prefill": self.prefill,
-            "--prompt": (self.prompt,),
-            "--tokens": (self.tokens,),
-            "--threads": (self.threads,),
-            "--repeats": (self.repeats,),
-        }
-        return tuple(
-            word
-            for option, values in options.items()
-            if values
-            for word in (option, *map(str, values))
-        )
+        return {f"--{name}": value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +92,33 @@ class ServerOptions:
     num_kv_tokens: int = 32_768
 
 
-class Peer(Protocol):
+class Peer(ABC):
     """`model` is always what `prepare` returned for the same dtype."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    formats: Mapping[Dtype, str]
+    """The peer's own name for its weights, by dtype, such as `Q8_0`."""
+    environment: Environment | None = None
+    """Where its packages are; None if it runs from this checkout."""
 
     @property
-    def formats(self) -> Mapping[Dtype, str]:
-        """The peer's own name for its weights, by dtype, such as `Q8_0`."""
-
-    @property
-    def is_ready(self) -> bool: ...
+    def is_ready(self) -> bool:
+        return self.environment is None or self.environment.is_ready
 
     def setup(self) -> None:
         """Install what is not installed. CalledProcessError: a step failed."""
+        if self.environment:
+            self.environment.create()
 
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
         """The checkpoint as this peer reads it, made once and kept."""
+        return checkpoint
 
+    @abstractmethod
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
         """Run the engine alone, without a server. PeerFailed."""
 
+    @abstractmethod
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
         """An OpenAI-compatible server on 127.0.0.1, which takes token ids as a prompt."""
 

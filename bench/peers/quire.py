@@ -11,6 +11,7 @@ from bench.peers.peer import (
     EngineRun,
     Figure,
     Kind,
+    Peer,
     PeerFailed,
     ServerOptions,
     json_lines,
@@ -18,7 +19,7 @@ from bench.peers.peer import (
 )
 
 
-class Quire:
+class Quire(Peer):
     """`arguments` are added to `quire serve`, such as `--cpus 0-1`."""
 
     name = "quire"
@@ -27,23 +28,20 @@ class Quire:
         "int8": "int8",
         "int4": "int4 by 64",
     }
-    is_ready = True
 
     def __init__(self, arguments: tuple[str, ...] = ()) -> None:
         self._arguments = arguments
 
-    def setup(self) -> None:
-        """It runs from this checkout."""
-
-    def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
-        return checkpoint
-
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        shape = ("--prompt", str(run.prompt), "--tokens", str(run.tokens))
-        common = ("--model", str(model), *_quantize(dtype), "--rounds", str(run.repeats))
+        """The best rate of each size, a thread bound to each CPU as in a worker."""
+        cpus = tuple(sorted(os.sched_getaffinity(0))[: run.threads])
+        if len(cpus) < run.threads:
+            raise PeerFailed(f"{run.threads} threads on {len(cpus)} CPUs")
+        flags = {"--model": model, **_quantize(dtype), "--rounds": run.repeats, "--cpus": cpus}
+        streams = {"--streams": run.decode, "--prompt": run.prompt, "--tokens": run.tokens}
         return [
-            *_bench("decode", ("--streams", run.decode, shape), common, run.threads),
-            *_bench("prefill", ("--tokens", run.prefill, ()), common, run.threads),
+            *_bench("decode", run.decode, {**flags, **streams}),
+            *_bench("prefill", run.prefill, {**flags, "--tokens": run.prefill}),
         ]
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
@@ -60,30 +58,19 @@ class Quire:
             "--max-num-seqs": options.max_num_seqs,
             "--max-model-len": options.max_model_len,
             "--log-level": "warning",
+            **_quantize(dtype),
         }
-        words = (str(word) for flag in flags.items() for word in flag)
-        program = str(Path(sys.executable).parent / "quire")
-        return Command((program, "serve", *words, *_quantize(dtype), *self._arguments))
+        program = Path(sys.executable).parent / "quire"
+        return Command.of(program, "serve", flags, *self._arguments)
 
 
-def _quantize(dtype: Dtype) -> tuple[str, ...]:
-    return () if dtype == "bfloat16" else ("--quantize", dtype)
+def _quantize(dtype: Dtype) -> dict[str, object]:
+    return {} if dtype == "bfloat16" else {"--quantize": dtype}
 
 
-def _bench(
-    kind: Kind,
-    asked: tuple[str, tuple[int, ...], tuple[str, ...]],
-    common: tuple[str, ...],
-    threads: int,
-) -> list[Figure]:
-    """The best rate of each size, a thread bound to each CPU as in a worker. PeerFailed: an error,
-    or figures missing."""
-    option, sizes, shape = asked
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < threads:
-        raise PeerFailed(f"{threads} threads on {len(usable)} CPUs")
-    words = (*(option, *map(str, sizes), *shape), *common, "--cpus", *map(str, usable[:threads]))
-    command = Command((sys.executable, "-m", "bench.engine", kind, "--json", *words))
+def _bench(kind: Kind, sizes: tuple[int, ...], flags: dict[str, object]) -> list[Figure]:
+    """PeerFailed: an error, or figures missing."""
+    command = Command.of(sys.executable, "-m", "bench.engine", kind, "--json", flags)
     rates = [float(line["highest"]) for line in json_lines(output_of(command))] if sizes else []
     if len(rates) != len(sizes):
         raise PeerFailed(f"{len(rates)} figures for {sizes}: {' '.join(command.arguments)}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.peers.environment import DIRECTORY, Environment, run
-from bench.peers.peer import Command, Dtype, EngineRun, Figure, ServerOptions, figures
+from bench.peers.peer import Command, Dtype, EngineRun, Figure, Peer, ServerOptions, figures
 
 _INSIDE = Path(__file__).parent / "inside"
 _TCMALLOC = DIRECTORY / "tcmalloc"
@@ -17,33 +17,30 @@ _ENVIRONMENT = Environment(
 )
 
 
-class Vllm:
+class Vllm(Peer):
     name = "vllm"
     formats: Mapping[Dtype, str] = {"bfloat16": "bf16"}
+    environment = _ENVIRONMENT
 
     @property
     def is_ready(self) -> bool:
-        return _ENVIRONMENT.is_ready and bool(list(_TCMALLOC.rglob("libtcmalloc_minimal.so.4")))
+        return super().is_ready and bool(list(_TCMALLOC.rglob("libtcmalloc_minimal.so.4")))
 
     def setup(self) -> None:
-        _ENVIRONMENT.create()
+        super().setup()
         if not self.is_ready:
             _TCMALLOC.mkdir(parents=True, exist_ok=True)
             run("apt-get", "download", "libtcmalloc-minimal4", cwd=_TCMALLOC)
             (package,) = _TCMALLOC.glob("*.deb")
             run("dpkg-deb", "--extract", package.name, ".", cwd=_TCMALLOC)
 
-    def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
-        return checkpoint
-
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        script = str(_INSIDE / "engine.py")
-        arguments = ("vllm", "--model", str(model), *run.arguments)
-        command = (str(_ENVIRONMENT.python), script, *arguments)
-        return figures(Command(command, _variables(run.threads)))
+        words = (_INSIDE / "engine.py", "vllm", {"--model": model, **run.flags})
+        return figures(Command.of(_ENVIRONMENT.python, *words, **_variables(run.threads)))
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
         flags = {
+            "--model": model,
             "--host": "127.0.0.1",
             "--port": options.port,
             "--dtype": "bfloat16",
@@ -51,11 +48,10 @@ class Vllm:
             "--max-model-len": options.max_model_len,
             "--served-model-name": "bench",
         }
-        words = (str(word) for flag in flags.items() for word in flag)
         # not `vllm serve`, which asks for a package `vllm`, and this one is called otherwise
-        module = (str(_ENVIRONMENT.python), "-m", "vllm.entrypoints.openai.api_server")
-        command = (*module, "--model", str(model), *words, "--disable-uvicorn-access-log")
-        return Command(command, _variables(options.threads))
+        module = (_ENVIRONMENT.python, "-m", "vllm.entrypoints.openai.api_server")
+        words = (*module, flags, "--disable-uvicorn-access-log")
+        return Command.of(*words, **_variables(options.threads))
 
 
 def _variables(threads: int) -> dict[str, str]:

@@ -27,8 +27,8 @@ class Engine(Protocol):
     def add(self, request: int, prompt: list[int], num_tokens: int) -> None:
         """Greedy, not ended by an end of sequence."""
 
-    def step(self) -> dict[int, int]:
-        """One step; how many tokens each request got."""
+    def step(self) -> dict[int, list[int]]:
+        """One step; the tokens that each request got."""
 
 
 class Vllm:
@@ -61,28 +61,33 @@ class Vllm:
         )
         self._engine.add_request(str(request), {"prompt_token_ids": prompt}, sampling)
 
-    def step(self) -> dict[int, int]:
+    def step(self) -> dict[int, list[int]]:
         return {
-            int(output.request_id): len(output.outputs[0].token_ids)
+            int(output.request_id): list(output.outputs[0].token_ids)
             for output in self._engine.step()
         }
 
 
 class OpenVino:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, serves: bool = False) -> None:
+        """For a server, `max_num_batched_tokens` is the pipeline's own and prefixes are cached."""
         import openvino_genai as genai  # type: ignore[import-not-found]
 
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = _KV_GIB
-        scheduler.max_num_seqs = max(options.decode, default=1)
-        scheduler.max_num_batched_tokens = max(_context(options), 4096)
-        scheduler.enable_prefix_caching = False
+        if serves:
+            scheduler.max_num_seqs = options.max_num_seqs
+        else:
+            scheduler.max_num_seqs = max(options.decode, default=1)
+            scheduler.max_num_batched_tokens = max(_context(options), 4096)
+        scheduler.enable_prefix_caching = serves
         properties = openvino_properties(options.threads, options.activation_group)
         self._genai = genai
         self._pipeline = genai.ContinuousBatchingPipeline(
             options.model, scheduler, "CPU", properties
         )
-        self._running: dict[int, Any] = {}
+        self.running: dict[int, Any] = {}
+        """The generation of each request."""
 
     def add(self, request: int, prompt: list[int], num_tokens: int) -> None:
         import numpy
@@ -93,17 +98,17 @@ class OpenVino:
         config.ignore_eos = True
         config.do_sample = False
         ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
-        self._running[request] = self._pipeline.add_request(request, ids, config)
+        self.running[request] = self._pipeline.add_request(request, ids, config)
 
-    def step(self) -> dict[int, int]:
+    def step(self) -> dict[int, list[int]]:
         self._pipeline.step()
-        gained: dict[int, int] = {}
-        for request, generation in list(self._running.items()):
+        gained: dict[int, list[int]] = {}
+        for request, generation in list(self.running.items()):
             while generation.can_read():
                 (output,) = generation.read().values()
-                gained[request] = gained.get(request, 0) + len(output.generated_ids)
+                gained.setdefault(request, []).extend(output.generated_ids)
             if generation.get_status() != self._genai.GenerationStatus.RUNNING:
-                del self._running[request]
+                del self.running[request]
         return gained
 
 
@@ -138,7 +143,7 @@ def run_batch(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Time
     all_started = first_ended = 0.0
     at_start = at_end = 0
     while sum(counts.values()) < len(prompts) * num_tokens:
-        counts.update(engine.step())
+        counts.update({request: len(ids) for request, ids in engine.step().items()})
         now = time.perf_counter()
         if not all_started and len(counts) == len(prompts):
             all_started, at_start = now, sum(counts.values())

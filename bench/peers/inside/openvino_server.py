@@ -12,19 +12,16 @@ One thread steps the pipeline; what a step produced crosses to the event loop in
 
 import argparse
 import asyncio
+import itertools
 import json
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy
-import openvino  # type: ignore[import-not-found]
-import openvino_genai as genai  # type: ignore[import-not-found]
 import uvicorn
-from engine import openvino_properties  # type: ignore[import-not-found]  # beside this file
+from engine import OpenVino  # type: ignore[import-not-found]  # beside this file
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
@@ -45,17 +42,10 @@ class Pipeline:
     """The engine's thread, and the requests that run on it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 4
-        scheduler.max_num_seqs = options.max_num_seqs
-        scheduler.enable_prefix_caching = True
-        properties = openvino_properties(options.threads, options.activation_group)
-        self._pipeline = genai.ContinuousBatchingPipeline(
-            options.model, scheduler, "CPU", properties
-        )
+        self._engine = OpenVino(options, serves=True)
         self._arrived: queue.Queue[Request] = queue.Queue()
-        self._running: dict[Request, Any] = {}
-        self._num_requests = 0
+        self._requests: dict[int, Request] = {}
+        self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -64,30 +54,21 @@ class Pipeline:
 
     def _work(self) -> None:
         while True:
-            while not self._running or not self._arrived.empty():
-                self._admit(self._arrived.get())
-            self._pipeline.step()
-            self._loop.call_soon_threadsafe(_deliver, list(self._gained()))
+            while not self._requests or not self._arrived.empty():
+                request, number = self._arrived.get(), next(self._numbers)
+                self._requests[number] = request
+                self._engine.add(number, request.prompt, request.max_tokens)
+            gained = self._engine.step()
+            steps = [(self._requests[number], ids) for number, ids in gained.items()]
+            self._loop.call_soon_threadsafe(_deliver, [*steps, *self._ended()])
 
-    def _admit(self, request: Request) -> None:
-        config = genai.GenerationConfig()
-        config.max_new_tokens = request.max_tokens
-        config.ignore_eos = True
-        config.do_sample = False
-        ids = openvino.Tensor(numpy.array([request.prompt], dtype=numpy.int64))
-        self._num_requests += 1
-        self._running[request] = self._pipeline.add_request(self._num_requests, ids, config)
-
-    def _gained(self) -> Iterator[tuple[Request, list[int] | None]]:
-        for request, generation in list(self._running.items()):
-            while generation.can_read():
-                (output,) = generation.read().values()
-                yield request, list(output.generated_ids)
-            if request.cancelled:
-                generation.cancel()
-            if generation.get_status() != genai.GenerationStatus.RUNNING:
-                del self._running[request]
-                yield request, None
+    def _ended(self) -> Iterator[tuple[Request, None]]:
+        """The requests that run no more, after those whose client has gone are cancelled."""
+        for number, request in list(self._requests.items()):
+            if request.cancelled and number in self._engine.running:
+                self._engine.running.pop(number).cancel()
+            if number not in self._engine.running:
+                yield self._requests.pop(number), None
 
 
 def _deliver(gained: list[tuple[Request, list[int] | None]]) -> None:
