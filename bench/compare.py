@@ -25,7 +25,6 @@ interference    streams decode while a long prompt arrives
 (`--peers`), Quire is measured alone.
 """
 
-import argparse
 import asyncio
 import math
 import os
@@ -35,8 +34,8 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
+from bench.harness import one_of, options, rotated
 from bench.load import Prompts, RequestFailed, Target
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.peers import PEERS
@@ -54,8 +53,8 @@ from bench.serving.scenarios import (
 )
 from bench.serving.server import running
 
-Options = argparse.Namespace
 ENGINE = ("decode", "prefill")
+NUM_CPUS = os.cpu_count() or 1
 SERVING = ("closed", "poisson", "prefix", "interference")
 COMPARED: dict[str, dict[str, Better]] = {
     "closed": {
@@ -76,6 +75,31 @@ COMPARED: dict[str, dict[str, Better]] = {
 }
 """The figures that are compared. Only under Poisson's load may requests fail:
 they are sent whether the server keeps up or not."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`repeats` is for the engine alone: the best of so many counts within a round. `prompt` tokens
+    come before decode. `rate` is in requests a second, `tokens` come out with a shared prefix."""
+
+    shape: str = one_of(SHAPES, "small")
+    dtype: Dtype = "bfloat16"
+    only: tuple[str, ...] = one_of((*ENGINE, *SERVING), (*ENGINE, *SERVING))
+    peers: tuple[str, ...] | None = one_of(PEERS, None)
+    """None for all that have the dtype."""
+    rounds: int = 3
+    repeats: int = 2
+    streams: tuple[int, ...] = (1, 8, 16)
+    prompt: int = 128
+    prefill: tuple[int, ...] = (512, 2048)
+    rate: tuple[float, ...] = (0.5,)
+    requests: int = 40
+    tokens: int = 16
+    threads: int = NUM_CPUS
+    seed: int = 0
+    port: int = 8150
+    quire_arguments: str = ""
+    """More flags of `quire serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +125,13 @@ def checkpoint(shape: str) -> Path:
     return directory
 
 
-def engine_rows(who: Contestant, model: Path, options: Options) -> Iterator[tuple[Row, float]]:
+def engine_rows(who: Contestant, model: Path, asked: Options) -> Iterator[tuple[Row, float]]:
     run = EngineRun(
-        decode=tuple(options.streams) if "decode" in options.only else (),
-        prefill=tuple(options.prefill) if "prefill" in options.only else (),
-        prompt=options.prompt,
-        threads=options.threads,
-        repeats=options.repeats,
+        decode=asked.streams if "decode" in asked.only else (),
+        prefill=asked.prefill if "prefill" in asked.only else (),
+        prompt=asked.prompt,
+        threads=asked.threads,
+        repeats=asked.repeats,
     )
     for figure in who.peer.measure(model, who.dtype, run):
         what = f"{figure.size} streams" if figure.kind == "decode" else f"{figure.size} tokens"
@@ -115,14 +139,14 @@ def engine_rows(who: Contestant, model: Path, options: Options) -> Iterator[tupl
 
 
 async def serving_rows(
-    who: Contestant, model: Path, prompts: Prompts, options: Options
+    who: Contestant, model: Path, prompts: Prompts, asked: Options
 ) -> list[tuple[Row, float]]:
-    server = ServerOptions(options.port, options.threads)
+    server = ServerOptions(asked.port, asked.threads)
     async with running(who.peer, model, who.dtype, server) as served:
         rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
         # Sizes that were never seen are prepared at first use: not while it is measured.
-        await closed(served.target, prompts, max(options.streams), 64, 8)
-        async for kind, measurement in scenarios(served.target, prompts, options):
+        await closed(served.target, prompts, max(asked.streams), 64, 8)
+        async for kind, measurement in scenarios(served.target, prompts, asked):
             if kind != "poisson" and measurement.values.get("failed"):
                 raise PeerFailed(f"requests failed: {measurement}")
             rows += [
@@ -134,33 +158,32 @@ async def serving_rows(
 
 
 async def scenarios(
-    target: Target, prompts: Prompts, options: Options
+    target: Target, prompts: Prompts, asked: Options
 ) -> AsyncIterator[tuple[str, Measurement]]:
-    if "closed" in options.only:
-        for streams in options.streams:
+    if "closed" in asked.only:
+        for streams in asked.streams:
             yield "closed", await closed(target, prompts, streams, 128, 128)
-    if "interference" in options.only:
+    if "interference" in asked.only:
         yield "interference", await interference(target, prompts, 4, 128, 2048)
-    if "prefix" in options.only:
-        for measurement in await prefixed(target, prompts, 16, options.tokens):
+    if "prefix" in asked.only:
+        for measurement in await prefixed(target, prompts, 16, asked.tokens):
             yield "prefix", measurement
-    if "poisson" in options.only:
-        for rate in options.rate:
-            yield "poisson", await at_random(target, prompts, rate, options.requests, options.seed)
+    if "poisson" in asked.only:
+        for rate in asked.rate:
+            yield "poisson", await at_random(target, prompts, rate, asked.requests, asked.seed)
 
 
 async def compare(
-    contestants: Sequence[Contestant], options: Options, comparison: Comparison
+    contestants: Sequence[Contestant], asked: Options, comparison: Comparison
 ) -> bool:
     """Adds what each round measures; whether nobody failed."""
     whole = True
-    model = checkpoint(options.shape)
-    for number in range(options.rounds):
-        turn = number % len(contestants)
-        for who in (*contestants[turn:], *contestants[:turn]):
+    model = checkpoint(asked.shape)
+    for number in range(asked.rounds):
+        for who in rotated(contestants, number):
             print(f"round {number + 1}: {who.name}", file=sys.stderr, flush=True)
             try:
-                rows = await one_round(who, model, options.seed + number, options)
+                rows = await one_round(who, model, asked.seed + number, asked)
             except (PeerFailed, RequestFailed, ValueError) as error:
                 print(f"{who.name} failed: {error}", file=sys.stderr, flush=True)
                 whole = False
@@ -171,41 +194,15 @@ async def compare(
 
 
 async def one_round(
-    who: Contestant, model: Path, seed: int, options: Options
+    who: Contestant, model: Path, seed: int, asked: Options
 ) -> list[tuple[Row, float]]:
     own = who.peer.prepare(model, who.dtype)
     rows: list[tuple[Row, float]] = []
-    if not set(options.only).isdisjoint(ENGINE):
-        rows += engine_rows(who, own, options)
-    if not set(options.only).isdisjoint(SERVING):
-        rows += await serving_rows(who, own, prompts_of(model, seed), options)
+    if not set(asked.only).isdisjoint(ENGINE):
+        rows += engine_rows(who, own, asked)
+    if not set(asked.only).isdisjoint(SERVING):
+        rows += await serving_rows(who, own, prompts_of(model, seed), asked)
     return rows
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = (*ENGINE, *SERVING)
-    result.add_argument("--shape", choices=list(SHAPES), default="small")
-    result.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
-    result.add_argument("--only", choices=kinds, nargs="+", default=kinds)
-    result.add_argument(
-        "--peers", choices=list(PEERS), nargs="*", help="default: all that have the dtype"
-    )
-    result.add_argument("--rounds", type=int, default=3)
-    result.add_argument("--repeats", type=int, default=2, help="best of, within a round; engine")
-    result.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
-    result.add_argument("--prompt", type=int, default=128, help="tokens in before decode; engine")
-    result.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
-    result.add_argument("--rate", type=float, nargs="+", default=[0.5], help="requests a second")
-    result.add_argument("--requests", type=int, default=40, help="for each rate")
-    result.add_argument("--tokens", type=int, default=16, help="out, with a shared prefix")
-    result.add_argument("--threads", type=int, default=os.cpu_count())
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--port", type=int, default=8150)
-    result.add_argument("--quire-arguments", type=shlex.split, default=[], help="for quire serve")
-    return result
 
 
 def chosen_peers(names: Sequence[str] | None, dtype: Dtype) -> list[Peer]:
@@ -221,16 +218,16 @@ def chosen_peers(names: Sequence[str] | None, dtype: Dtype) -> list[Peer]:
 
 
 def main() -> None:
-    options = parser().parse_args()
-    peers = chosen_peers(options.peers, options.dtype)
-    quire = Quire(tuple(options.quire_arguments))
-    ours, rivals = Contestant(quire, options.dtype), [Contestant(p, options.dtype) for p in peers]
+    asked = options(Options, __doc__)
+    peers = chosen_peers(asked.peers, asked.dtype)
+    quire = Quire(tuple(shlex.split(asked.quire_arguments)))
+    ours, rivals = Contestant(quire, asked.dtype), [Contestant(p, asked.dtype) for p in peers]
     contestants = [ours, *rivals]
     comparison = Comparison(ours.name, [rival.name for rival in rivals])
     whole = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        whole = asyncio.run(compare(contestants, options, comparison))
+        whole = asyncio.run(compare(contestants, asked, comparison))
     except KeyboardInterrupt:
         print("interrupted; of the rounds before:", file=sys.stderr)
     print(comparison.table())

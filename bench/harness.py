@@ -19,9 +19,14 @@ def options(kind: type[T], doc: str | None) -> T:
     )
     hints = get_type_hints(kind)
     for each in fields(kind):  # type: ignore[arg-type]
-        _add(parser, each, hints[each.name])
+        add_option(parser, each, hints[each.name], each.default)
     given = vars(parser.parse_args()).items()
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given})
+
+
+def first(default: Any = MISSING) -> Any:
+    """A field that is no flag, but stands first on the command line."""
+    return field(default=default, metadata={"first": True})
 
 
 def one_of(choices: Iterable[str], default: Any = MISSING, *, first: bool = False) -> Any:
@@ -30,12 +35,13 @@ def one_of(choices: Iterable[str], default: Any = MISSING, *, first: bool = Fals
     return field(default=default, metadata={"choices": list(choices), "first": first})
 
 
-def _add(parser: argparse.ArgumentParser, of: Field[Any], hint: Any) -> None:
+def add_option(parser: argparse.ArgumentParser, of: Field[Any], hint: Any, default: Any) -> None:
+    """Adds the option of a field, whose type is `hint`."""
     keywords: dict[str, Any] = {}
+    if get_origin(hint) is UnionType:  # with None
+        hint = get_args(hint)[0]
     if is_tuple := get_origin(hint) is tuple:
         keywords["nargs"] = "*"
-        hint = get_args(hint)[0]
-    if get_origin(hint) is UnionType:  # with None
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         keywords["choices"], hint = get_args(hint), str
@@ -45,15 +51,15 @@ def _add(parser: argparse.ArgumentParser, of: Field[Any], hint: Any) -> None:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
         keywords["type"] = hint
-    if of.default is not MISSING:
-        keywords["default"] = of.default
+    if default is not MISSING:
+        keywords["default"] = default
     if of.metadata.get("first"):
-        if not is_tuple and of.default is not MISSING:
+        if not is_tuple and default is not MISSING:
             keywords["nargs"] = "?"
         parser.add_argument(of.name, **keywords)
         return
     flag = "--" + of.name.replace("_", "-")
-    parser.add_argument(flag, required=of.default is MISSING, **keywords)
+    parser.add_argument(flag, required=default is MISSING, **keywords)
 
 
 def in_turn(calls: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:

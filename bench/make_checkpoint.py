@@ -1,8 +1,8 @@
 """Checkpoints with random weights in Hugging Face's format, of any shape of the families.
 
-    python bench/make_checkpoint.py /tmp/tiny
-    python bench/make_checkpoint.py /tmp/like-0.6b --shape 0.6b --shards 2
-    python bench/make_checkpoint.py /tmp/other --shape small --family llama --num-layers 4
+    python -m bench.make_checkpoint /tmp/tiny
+    python -m bench.make_checkpoint /tmp/like-0.6b --shape 0.6b --shards 2
+    python -m bench.make_checkpoint /tmp/other --shape small --family llama --num-layers 4
 
 The same arguments give the same bytes. Weights are scaled so that greedy decoding wanders through
 the vocabulary instead of repeating one token: sublayers say much more than the embedding does.
@@ -18,11 +18,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_type_hints
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from bench.harness import add_option
 
 Family = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mistral"]
 
@@ -352,16 +354,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, parents=[shape]
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rope-scaling", type=json.loads, help="config.json's object, as JSON")
+    hints = {**get_type_hints(CheckpointSpec), "rope_scaling": json.loads}
     for field in fields(CheckpointSpec):
-        option = "--" + field.name.replace("_", "-")
-        default = getattr(SHAPES[chosen.shape], field.name)
-        if field.type is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
-        elif field.name != "rope_scaling":
-            choices = get_args(field.type) or None
-            kind = type(field.default)
-            parser.add_argument(option, type=kind, choices=choices, default=default)
+        add_option(parser, field, hints[field.name], getattr(SHAPES[chosen.shape], field.name))
     options = vars(parser.parse_args())
     del options["shape"]
     print(make_checkpoint(options.pop("directory"), **options))

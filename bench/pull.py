@@ -8,15 +8,15 @@ mover pulls it. Prints a markdown table: the time of the pull, its bandwidth, an
 computing the prompt. Each time is the shortest of some rounds.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import markdown
+from bench.harness import markdown, one_of, options
 from bench.load import Prompts
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.hashing import root_hash
@@ -117,14 +117,18 @@ async def measure(
     return found, pull_s, compute_s
 
 
+@dataclass(frozen=True)
+class Options:
+    shape: str = one_of(SHAPES, "0.6b")
+    tokens: int = 2048
+    links: tuple[str, ...] = (LOOPBACK, "1000", "300", "100")
+    rounds: int = 2
+    pool_memory: int = 768 << 20
+    """The bytes of each host's pool."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.pull")
-    parser.add_argument("--shape", default="0.6b")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--links", nargs="+", default=[LOOPBACK, "1000", "300", "100"])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pool-memory", type=int, default=768 << 20)
-    asked = parser.parse_args()
+    asked = options(Options, __doc__)
     rows = []
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", SHAPES[asked.shape])

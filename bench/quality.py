@@ -10,11 +10,10 @@ the perplexity, the share of positions with the likeliest token of fp32, and the
 token's log-probability.
 """
 
-import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,7 +21,7 @@ from typing import get_args
 
 import torch
 
-from bench.harness import markdown
+from bench.harness import first, markdown, options
 from bench.peers import OPENVINO
 from bench.peers.openvino import OpenVino
 from bench.peers.peer import Dtype, json_lines, output_of
@@ -68,7 +67,7 @@ def by_openvino(peer: OpenVino, checkpoint: Path, dtype: Dtype, texts: Path) -> 
 
 
 def rows(
-    checkpoint: Path, texts: list[list[int]], file: Path, dtypes: list[Dtype]
+    checkpoint: Path, texts: list[list[int]], file: Path, dtypes: Sequence[Dtype]
 ) -> Iterator[tuple[str, ...]]:
     exact = by_quire(checkpoint, texts, "float32", "none")
     yield "fp32", *exact.beside(exact)
@@ -80,26 +79,28 @@ def rows(
             yield f"{peer.name} {peer.formats[dtype]}", *said.beside(exact)
 
 
+@dataclass(frozen=True)
+class Options:
+    file: str = first("demo")
+    texts: int = 8
+    dtypes: tuple[Dtype, ...] = get_args(Dtype)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path, nargs="?", default=find_model("demo").directory)
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--dtypes", choices=get_args(Dtype), nargs="+", default=get_args(Dtype))
-    options = parser.parse_args()
-    tokenizer = transformers_tokenizer(options.file)
+    asked = options(Options, __doc__)
+    model = Path(find_model(asked.file).directory)
+    tokenizer = transformers_tokenizer(model)
     pieces = [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in topics.values()]
     whole = [piece for piece in pieces if len(piece) == TEXT_TOKENS]
-    texts = whole[:: len(whole) // options.texts][: options.texts]
+    texts = whole[:: len(whole) // asked.texts][: asked.texts]
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = Path(directory) / options.file.stem
-        transformers_model(options.file, torch.bfloat16).save_pretrained(checkpoint)
+        checkpoint = Path(directory) / model.stem
+        transformers_model(model, torch.bfloat16).save_pretrained(checkpoint)
         tokenizer.save_pretrained(checkpoint)
         file = Path(directory) / "texts.json"
         file.write_text(json.dumps(texts))
         header = ("format", "perplexity", "likeliest token", "change of a logprob")
-        print(markdown(header, list(rows(checkpoint, texts, file, options.dtypes))))
+        print(markdown(header, list(rows(checkpoint, texts, file, asked.dtypes))))
 
 
 if __name__ == "__main__":

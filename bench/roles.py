@@ -9,16 +9,16 @@ is good if its first token comes within `--ttft`, and its tokens are on average 
 most.
 """
 
-import argparse
 import asyncio
 import itertools
 import re
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import markdown
+from bench.harness import markdown, one_of, options
 from bench.load import GrpcTarget, Prompts, Record, poisson, send_all
 from quire.async_client import AsyncClient
 from quire.types import Sampling
@@ -29,13 +29,31 @@ SETUPS = {
     "1 prefill + 2 decode": ("1", "2"),
     "3 that change": ("2", "1", "--auto-roles"),
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    model: Path
+    phase: float = 22.0
+    """The seconds of a phase."""
+    swings: int = 2
+    """How often both phases come."""
+    prompts: float = 1.2
+    """Long prompts a second."""
+    answers: float = 2.4
+    """Long answers a second."""
+    slots: int = 8
+    """The decode slots of a worker."""
+    ttft: float = 3.0
+    gap: float = 0.05
+    setup: tuple[str, ...] = one_of(SETUPS, tuple(SETUPS))
+
+
 LONG_PROMPT, LONG_ANSWER = (1024, 8), (32, 160)
 """The tokens of prompt and answer in the two phases."""
 
 
-async def swing(
-    target: GrpcTarget, prompts: Prompts, args: argparse.Namespace
-) -> dict[str, list[Record]]:
+async def swing(target: GrpcTarget, prompts: Prompts, args: Options) -> dict[str, list[Record]]:
     """Send the requests of all phases, each at its random time. Returns them by phase."""
     found: dict[str, list[Record]] = {"long prompts": [], "long answers": []}
     phases = (
@@ -54,14 +72,14 @@ async def swing(
     return found
 
 
-def is_good(record: Record, args: argparse.Namespace) -> bool:
+def is_good(record: Record, args: Options) -> bool:
     if record.error or record.ttft_s > args.ttft:
         return False
     gaps = record.num_tokens - 1
     return gaps < 1 or (record.arrivals[-1] - record.arrivals[0]) / gaps <= args.gap
 
 
-def figures(records: Sequence[Record], args: argparse.Namespace) -> list[str]:
+def figures(records: Sequence[Record], args: Options) -> list[str]:
     whole = [record for record in records if not record.error]
     good = sum(is_good(record, args) for record in records)
     ttfts, seconds = sorted(each.ttft_s for each in whole), args.phase * args.swings
@@ -73,7 +91,7 @@ def figures(records: Sequence[Record], args: argparse.Namespace) -> list[str]:
     ]
 
 
-async def measure(setup: str, folder: Path, args: argparse.Namespace) -> list[list[str]]:
+async def measure(setup: str, folder: Path, args: Options) -> list[list[str]]:
     prefill, decode, *options = SETUPS[setup]
     numbers = "--prefill", prefill, "--decode", decode, "--max-num-seqs", str(args.slots)
     with serving(args.model, folder, *numbers, "--pool-memory", "512MiB", *options) as deployment:
@@ -90,19 +108,9 @@ async def measure(setup: str, folder: Path, args: argparse.Namespace) -> list[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--phase", type=float, default=22.0, help="seconds of a phase")
-    parser.add_argument("--swings", type=int, default=2, help="how often both phases come")
-    parser.add_argument("--prompts", type=float, default=1.2, help="long prompts a second")
-    parser.add_argument("--answers", type=float, default=2.4, help="long answers a second")
-    parser.add_argument("--slots", type=int, default=8, help="decode slots of a worker")
-    parser.add_argument("--ttft", type=float, default=3.0, help="s")
-    parser.add_argument("--gap", type=float, default=0.05, help="s")
-    parser.add_argument("--setup", choices=SETUPS, help="default: all")
-    args = parser.parse_args()
+    args = options(Options, __doc__)
     rows = []
-    for setup in [args.setup] if args.setup else SETUPS:
+    for setup in args.setup:
         with tempfile.TemporaryDirectory() as folder:
             rows += asyncio.run(measure(setup, Path(folder), args))
     head = ["workers", "phase", "good req/s", "TTFT p50 s", "TTFT p90 s", "failed", "changes"]

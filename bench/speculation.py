@@ -17,21 +17,23 @@ head. Texts:
               lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
               other weights
 
+--drafts is the number of drafts of a step; without --draft-layers they come from prompt lookup.
 Prints a markdown table: tokens per second of decode without and with drafts, medians of the rounds,
 the ratio (lowest and highest round), the same ratio per second of CPU time, which other programs on
 the machine change less, and how many of the drafts were accepted.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.harness import in_turn, one_of, options, shown, spread, table_head, table_row
 from bench.load import Prompts
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from quire import LLM, Sampling
@@ -62,18 +64,40 @@ TEXTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Tokens per second, and per second of CPU time."""
+@dataclass(frozen=True)
+class Options:
+    shape: str = one_of(SHAPES, "small")
+    texts: tuple[str, ...] = one_of([text.name for text in TEXTS], tuple(t.name for t in TEXTS))
+    streams: tuple[int, ...] = (1,)
+    tokens: int = 512
+    rounds: int = 3
+    drafts: int = 8
+    draft_layers: int = 0
+    threads: int = 2
+    pool_memory: str = "1GiB"
 
-    without: tuple[float, float]
-    with_drafts: tuple[float, float]
-    num_drafts: int
-    num_accepted: int
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What one model has decoded in a round."""
+
+    answers: Sequence[Completion]
+    rate: float
+    """Tokens per second after the prompts, which are cached."""
+    cpu_rate: float
+    """Tokens per second of CPU time, which includes the prompts' last tokens."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(answer.usage.num_accepted_drafts for answer in self.answers)
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(answer.usage.num_rejected_drafts for answer in self.answers)
 
 
 @contextmanager
-def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, LLM]]:
+def pair_of_models(text: Text, args: Options) -> Iterator[tuple[LLM, LLM]]:
     """Without drafts, and with."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder) / "model", SHAPES[args.shape], **text.changes)
@@ -96,74 +120,51 @@ def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, 
             yield without, with_drafts
 
 
-def decode(
-    llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> tuple[tuple[float, float], list[Completion]]:
-    """Tokens per second after the prompts, which are cached, and the answers. CPU time includes the
-    prompts' last tokens."""
+def decode(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling, _: int) -> Decoded:
     began, cpu_began = time.perf_counter(), time.process_time()
     answers: list[Completion] = llm.generate(prompts, sampling, use_tqdm=False)
     elapsed, cpu = time.perf_counter() - began, time.process_time() - cpu_began
     first = max(answer.usage.time_to_first_token_ms for answer in answers) / 1000
     num_tokens = sum(len(answer.token_ids) - 1 for answer in answers)
-    return (num_tokens / (elapsed - first), num_tokens / cpu), answers
+    return Decoded(answers, num_tokens / (elapsed - first), num_tokens / cpu)
 
 
-def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
+def row(text: Text, streams: int, args: Options) -> list[str]:
+    """The cells of a text. SystemExit: drafts have changed its tokens."""
     drawing = Prompts(streams, text.changes.get("vocab_size", 2048))
     prompts = [drawing.draw(NUM_PROMPT_TOKENS) for _ in range(streams)]
     sampling = Sampling(
         temperature=text.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
     )
-    pairs = []
     with pair_of_models(text, args) as (without, with_drafts):
         for llm in (without, with_drafts):
             llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), use_tqdm=False)
-        for _ in range(args.rounds):
-            plain, expected = decode(without, prompts, sampling)
-            drafted, answers = decode(with_drafts, prompts, sampling)
-            if [one.token_ids for one in answers] != [one.token_ids for one in expected]:
-                raise SystemExit(f"{text.name}: other tokens with drafts")
-            num_accepted = sum(one.usage.num_accepted_drafts for one in answers)
-            num_rejected = sum(one.usage.num_rejected_drafts for one in answers)
-            pairs.append(Pair(plain, drafted, num_accepted + num_rejected, num_accepted))
-    return pairs
-
-
-def row(text: Text, streams: int, pairs: Sequence[Pair]) -> str:
-    ratios = [
-        sorted(pair.with_drafts[kind] / pair.without[kind] for pair in pairs) for kind in (0, 1)
-    ]
-    cells = [
+        models = {"plain": without, "drafted": with_drafts}
+        calls = {name: partial(decode, llm, prompts, sampling) for name, llm in models.items()}
+        found = in_turn(calls, args.rounds)
+    pairs = list(zip(found["plain"], found["drafted"], strict=True))
+    for plain, drafted in pairs:
+        if [a.token_ids for a in drafted.answers] != [a.token_ids for a in plain.answers]:
+            raise SystemExit(f"{text.name}: other tokens with drafts")
+    num_accepted = sum(each.num_accepted for each in found["drafted"])
+    num_drafts = num_accepted + sum(each.num_rejected for each in found["drafted"])
+    return [
         text.name,
         str(streams),
-        f"{statistics.median(pair.without[0] for pair in pairs):,.0f}",
-        f"{statistics.median(pair.with_drafts[0] for pair in pairs):,.0f}",
-        *(f"{statistics.median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios),
-        f"{sum(p.num_accepted for p in pairs):,} of {sum(p.num_drafts for p in pairs):,}",
+        *(shown(statistics.median(each.rate for each in rounds)) for rounds in found.values()),
+        spread([drafted.rate / plain.rate for plain, drafted in pairs]),
+        spread([drafted.cpu_rate / plain.cpu_rate for plain, drafted in pairs]),
+        f"{num_accepted:,} of {num_drafts:,}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=list(SHAPES), default="small")
-    parser.add_argument("--texts", nargs="+", choices=[text.name for text in TEXTS], default=None)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1])
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--draft-layers", type=int, default=0, help="0: prompt lookup")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pool-memory", default="1GiB")
-    args = parser.parse_args()
-    print("| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    args = options(Options, __doc__)
+    header = ("text", "streams", "without, tok/s", "with, tok/s", "ratio", "CPU time", "accepted")
+    print(table_head(header))
     for text in TEXTS:
-        for streams in args.streams if text.name in (args.texts or [text.name]) else ():
-            print(row(text, streams, measure(text, streams, args)), flush=True)
+        for streams in args.streams if text.name in args.texts else ():
+            print(table_row(row(text, streams, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the block store's calls, at several sizes of the pool and of the call.
 
-    python bench/store.py [--pools 1000 100000 1000000] [--blocks 1 64] [--calls 500]
+    python -m bench.store [--pools 1000 100000 1000000] [--blocks 1 64] [--calls 500]
 
 On a Valkey of its own, on a Unix socket. Each pool is filled first: half of
 its blocks are held, the other half cached. Then requests are made, round after round: each
@@ -15,7 +15,6 @@ Prints a markdown table:
               machine's noise; its inverse is what one server can do at most
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -28,6 +27,7 @@ from statistics import quantiles
 import redis.asyncio
 import xxhash
 
+from bench.harness import options, table_head, table_row
 from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey
@@ -36,11 +36,8 @@ MAX_CALLERS = 64
 WORKER = "bench"
 OPERATIONS = ("allocate", "extend", "commit", "release")
 FILL_BLOCKS = 1000
-HEADER = (
-    "| pool blocks | blocks a call | operation "
-    "| callers | calls/s | p50, ms | p99, ms | CPU, us |\n"
-    "|---:|---:|---|---:|---:|---:|---:|---:|"
-)
+HEADER = ("operation", "pool blocks", "blocks a call", "callers")
+FIGURES = ("calls/s", "p50, ms", "p99, ms", "CPU, us")
 
 
 @dataclass
@@ -52,12 +49,14 @@ class Figures:
     num_concurrent: int = 0
     concurrent_s: float = 0.0
 
-    def cells(self) -> str:
+    def cells(self) -> list[str]:
         cuts = quantiles(self.latencies_s, n=100)
-        return (
-            f"{self.num_concurrent / self.concurrent_s:,.0f} | {cuts[49] * 1000:.2f} "
-            f"| {cuts[98] * 1000:.2f} | {self.server_cpu_s / len(self.latencies_s) * 1e6:.0f}"
-        )
+        return [
+            f"{self.num_concurrent / self.concurrent_s:,.0f}",
+            f"{cuts[49] * 1000:.2f}",
+            f"{cuts[98] * 1000:.2f}",
+            f"{self.server_cpu_s / len(self.latencies_s) * 1e6:.0f}",
+        ]
 
 
 class Requests:
@@ -159,39 +158,42 @@ async def measure(
         await one_by_one(requests, server, num_callers, figures)
         await all_at_once(requests, num_callers, figures)
     for operation in OPERATIONS:
-        head = f"{spec.num_blocks:,} | {size} | {operation} | {num_callers}"
-        print(f"| {head} | {figures[operation].cells()} |", flush=True)
+        head = [operation, f"{spec.num_blocks:,}", str(size), str(num_callers)]
+        print(table_row(head + figures[operation].cells()), flush=True)
 
 
-async def run(url: str, pools: list[int], sizes: list[int], num_calls: int) -> None:
+@dataclass(frozen=True)
+class Options:
+    pools: tuple[int, ...] = (1000, 100_000, 1_000_000)
+    blocks: tuple[int, ...] = (1, 64)
+    """The number of blocks of a call."""
+    calls: int = 500
+    """The number of calls of each operation, each way."""
+
+
+async def run(url: str, asked: Options) -> None:
     store = await RedisStore.connect(url)
     server = redis.asyncio.Redis.from_url(url)
-    print(HEADER)
-    for num_blocks in pools:
+    print(table_head([*HEADER, *FIGURES]))
+    for num_blocks in asked.pools:
         spec = PoolSpec(f"bench-{num_blocks}", "bench", "bench", num_blocks, 16, 1)
         await store.register_pool(spec)
         await store.register_worker(spec, WORKER)
         await fill(store, spec)
-        for size in sizes:
-            await measure(store, server, spec, size, num_calls)
+        for size in asked.blocks:
+            await measure(store, server, spec, size, asked.calls)
         await store.drop_pool(spec.pool_id)
     await server.aclose()
     await store.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--pools", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 64], help="blocks of a call")
-    parser.add_argument("--calls", type=int, default=500, help="calls of each operation, each way")
-    options = parser.parse_args()
+    asked = options(Options, __doc__)
     with tempfile.TemporaryDirectory() as directory:
         server = Valkey(Path(directory))
         server.start()
         try:
-            asyncio.run(run(server.url, options.pools, options.blocks, options.calls))
+            asyncio.run(run(server.url, asked))
         finally:
             server.kill()
 
