@@ -30,6 +30,7 @@ SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16,
 SECRET = Secret(b"the secret of a deployment that is measured")
 _TOKEN = 97
 _GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
+_ENDS = sampling_pb2.FINISH_REASON_LENGTH
 
 
 def member(role: Role, name: str, spec: PoolSpec, model_dir: str, port: int, slots: int) -> Member:
@@ -93,8 +94,8 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
     def __init__(self, num_slots: int, step_s: float) -> None:
         self._num_slots = num_slots
         self._step_s = step_s
-        self._left: dict[tuple[str, int], int] = {}
-        self._lengths: dict[tuple[str, int], int] = {}
+        self._running: dict[tuple[str, int], range] = {}
+        """The positions of each sequence that have no token yet."""
         self._admitted = asyncio.Event()
 
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
@@ -103,7 +104,7 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
             while True:
                 await self._admitted.wait()
                 self._admitted.clear()
-                while self._left:
+                while self._running:
                     yield self._step()
                     await asyncio.sleep(self._step_s)
         finally:
@@ -124,30 +125,25 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
                 await context.write(decode_pb2.DecodeConnectResponse(reserved=reserved))
             elif kind == "admit":
                 ticket = request.admit.ticket
-                num_tokens = len(ticket.prompt_token_ids) + ticket.sampling.max_tokens
-                key = ticket.request_id, ticket.attempt
-                self._left[key] = ticket.sampling.max_tokens - 1
-                self._lengths[key] = num_tokens
-                if len(self._left) == self._num_slots:
+                begin = len(ticket.prompt_token_ids)
+                positions = range(begin + 1, begin + ticket.sampling.max_tokens)
+                self._running[ticket.request_id, ticket.attempt] = positions
+                if len(self._running) == self._num_slots:
                     self._admitted.set()
 
     def _step(self) -> decode_pb2.DecodeConnectResponse:
-        outputs = []
-        for (request_id, attempt), left in list(self._left.items()):
-            last = left == 1
-            outputs.append(
-                worker_pb2.SequenceOutput(
-                    request_id=request_id,
-                    attempt=attempt,
-                    position=self._lengths[request_id, attempt] - left,
-                    token_ids=(_TOKEN,),
-                    finish_reason=sampling_pb2.FINISH_REASON_LENGTH if last else _GOES_ON,
-                )
+        outputs = [
+            worker_pb2.SequenceOutput(
+                request_id=request_id,
+                attempt=attempt,
+                position=positions[0],
+                token_ids=(_TOKEN,),
+                finish_reason=_GOES_ON if len(positions) > 1 else _ENDS,
             )
-            if last:
-                del self._left[request_id, attempt]
-            else:
-                self._left[request_id, attempt] = left - 1
+            for (request_id, attempt), positions in self._running.items()
+        ]
+        left = ((key, positions[1:]) for key, positions in self._running.items())
+        self._running = {key: positions for key, positions in left if positions}
         return decode_pb2.DecodeConnectResponse(step=decode_pb2.StepOutput(outputs=outputs))
 
 
