@@ -32,8 +32,8 @@ def read_again(
         config = read_model_config(settings.model).for_context(settings.max_model_len)
         old = {"name": served.layout.model, **asdict(served.model.whole_config)}
         new = {"name": settings.served_name, **asdict(config)}
-        for key in old:
-            if new[key] != old[key]:
+        for key in old:  # default sampling parameters are the gateways'
+            if key != "generation" and new[key] != old[key]:
                 text = f"{key} is {new[key]}, and {old[key]} in the model that is served"
                 raise StartupError(f"{text}; `quire upgrade` serves another model at its path")
         found = load(settings, progress, place, on_rank_end=_note_end)

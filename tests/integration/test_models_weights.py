@@ -214,6 +214,9 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
     ]
     same = of(make_checkpoint(tmp_path / "b", spec))
     assert of(checkpoint) == same
+    defaults = tmp_path / "b" / "generation_config.json"
+    defaults.write_text(json.dumps({**json.loads(defaults.read_text()), "temperature": 0.5}))
+    assert of(tmp_path / "b") == same
     assert len(same) == 32
     assert len({same, *others}) == 9
     with (checkpoint / FILE).open("r+b") as file:

@@ -146,6 +146,15 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert loaded(tmp_path) == "file"
 
 
+def test_a_template_beside_a_gguf_file_has_precedence(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(smollm2)
+    whole = ChatTemplate.from_directory(tmp_path, SPECIAL)
+    assert whole is not None
+    assert "<|im_start|>" in whole.source
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert loaded(tmp_path) == "file"
+
+
 @pytest.mark.parametrize("chat_template", [7, [], [{"name": "tool_use", "template": "t"}], ["x"]])
 def test_no_usable_template_is_a_startup_error(tmp_path: Path, chat_template: object) -> None:
     config(tmp_path, chat_template)

@@ -110,14 +110,14 @@ class ChatTemplate:
 
 def _sources(directory: Path) -> tuple[str, str | None] | None:
     """The sources of the template and of the template for tools, if it is another. Their own files
-    take precedence over the entry in tokenizer_config.json, which may be a list of templates by
-    name."""
-    if (gguf := gguf_file(directory)) is not None:
-        return gguf_chat_template(GgufFile.read(gguf))
+    take precedence over the entry in a GGUF file or in tokenizer_config.json, which may be a list
+    of templates by name."""
     path, tool_path = directory / TEMPLATE_FILE, directory / TOOL_TEMPLATE_FILE
     if path.is_file():
         with_tools = read_text(tool_path) if tool_path.is_file() else None
         return read_text(path), with_tools
+    if (gguf := gguf_file(directory)) is not None:
+        return gguf_chat_template(GgufFile.read(gguf))
     match read_tokenizer_config(directory).get("chat_template"):
         case None:
             return None
