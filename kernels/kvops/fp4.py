@@ -5,18 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvops.quantized import QuantizedWeight
+
 GROUP = 32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
-class Float4Weight:
+class Float4Weight(QuantizedWeight):
     """Quantized weights [N, K]. codes: uint8 [N, K], four bits each. scales: the exponents of the
     blocks, with a bias of 127, uint8 [N, ceil(K / 32)]."""
-
-    codes: Tensor
-    scales: Tensor
 
     def dequantized(self) -> Tensor:
         """Return the weights [N, K] in bf16, which has all of them."""

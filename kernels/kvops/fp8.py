@@ -5,18 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvops.quantized import QuantizedWeight
+
 GROUP = 128
 _LARGEST = 448.0
 _LEAST_SCALE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Weight:
+class Float8Weight(QuantizedWeight):
     """Quantized weights [N, K]. codes: the bits of e4m3 numbers, uint8 [N, K]. scales: fp32
     [N, ceil(K / 128)]."""
-
-    codes: Tensor
-    scales: Tensor
 
     def dequantized(self) -> Tensor:
         """Return the weights [N, K], rounded once to bf16."""

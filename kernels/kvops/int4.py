@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvops.quantized import PANEL, by_rows, headers, output_scales, padded, stored
+from kvops.quantized import PANEL, QuantizedWeight, by_rows, headers, output_scales, padded, stored
 
 _HIGHEST = 15
 _STEP = 8
@@ -32,11 +32,9 @@ _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Weight:
+class Int4Weight(QuantizedWeight):
     """Quantized weights [N, K]. codes: uint8 [N, K]. scales, zeros: fp32 [N, ceil(K / group)]."""
 
-    codes: Tensor
-    scales: Tensor
     zeros: Tensor
     group: int
 
@@ -48,7 +46,6 @@ class Int4Weight:
         return weights.view(n, -1)[:, :k]
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
         group, num_groups = self.group, self.scales.shape[1]
         num_panels = -(-len(self.codes) // PANEL)
         rows = num_panels * PANEL

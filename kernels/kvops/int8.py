@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvops.quantized import PANEL, by_rows, headers, output_scales, padded, stored
+from kvops.quantized import PANEL, QuantizedWeight, by_rows, headers, output_scales, padded, stored
 
 GROUP = 32
 """The usual group."""
@@ -23,11 +23,9 @@ _ORDER = [0, 2, 1, 3]
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
+class Int8Weight(QuantizedWeight):
     """Quantized weights [N, K]. codes: int8 [N, K]. scales: fp32 [N, ceil(K / group)]."""
 
-    codes: Tensor
-    scales: Tensor
     group: int = GROUP
 
     def dequantized(self) -> Tensor:
@@ -42,7 +40,6 @@ class Int8Weight:
         return Int8Weight(self.codes, scales, group)
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
         n, k = self.codes.shape
         num_panels, runs = -(-n // PANEL), -(-k // (2 * self.group))
         codes = padded(self.codes, num_panels * PANEL, runs * 2 * self.group)

@@ -6,8 +6,8 @@ are fp16 there, relative to a scale of the output in fp32, which keeps them in f
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,23 +28,17 @@ PANEL = 32
 _ROWS = 256
 
 
-class QuantizedWeight(Protocol):
-    """Weights [N, K] of one kind: a dataclass, and all of its tensors have N rows."""
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Weights [N, K] of one kind. All of its tensors have N rows."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def codes(self) -> Tensor: ...
-
-    @property
-    def scales(self) -> Tensor: ...
-
-
-class PackableWeight(QuantizedWeight, Protocol):
-    """Weights of a kind that CPUs compute."""
+    codes: Tensor
+    scales: Tensor
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
+        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]; of kinds that
+        CPUs compute."""
+        raise NotImplementedError
 
 
 def group_of(kind: Kind) -> int:
@@ -55,7 +49,6 @@ def group_of(kind: Kind) -> int:
 
 
 W = TypeVar("W", bound=QuantizedWeight)
-P = TypeVar("P", bound=PackableWeight)
 
 
 def with_tensors(weight: W, change: Callable[[str], Tensor]) -> W:
@@ -66,7 +59,7 @@ def with_tensors(weight: W, change: Callable[[str], Tensor]) -> W:
 
 
 def packed_pieces(
-    num_outputs: int, weights: Sequence[P], turn: int, num_bytes: int
+    num_outputs: int, weights: Sequence[W], turn: int, num_bytes: int
 ) -> Iterator[Tensor]:
     """Give the `packed_bytes` of one linear made of several weights [n_i, K] of one kind, as
     consecutive uint8 pieces of about `num_bytes`. `turn` is as in `joined`."""

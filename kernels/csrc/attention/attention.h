@@ -102,10 +102,10 @@ class AttentionRows {
       for (int row = first; row < last; row += kBlockRows<dtype>)
         weigh(tile, row, smaller(kBlockRows<dtype>, last - row));
       interleave_values<dtype, Words>(rows, next, seen, num_words_, at_.tile);
-      const bool all_see_all =
+      const bool is_seen_whole =
           first_visible(last - 1) <= larger(tile, begin) && position(first) + 1 >= tile + seen;
-      hides_finite_ = is_int8 || all_see_all ||
-                      all_finite<dtype>(at_.tile, computed(seen) / kPerWord * num_columns_);
+      takes_whole_ = is_int8 || is_seen_whole ||
+                     all_finite<dtype>(at_.tile, computed(seen) / kPerWord * num_columns_);
       for (int row = first; row < last; row += kBlockRows<dtype>)
         add_values(tile, row, smaller(kBlockRows<dtype>, last - row));
     }
@@ -163,7 +163,7 @@ class AttentionRows {
   // Adds the tile of values to the outputs of a block of rows. A hidden position has a probability
   // of 0, which hides all values but those that are not finite.
   void add_values(int tile, int row, int num_rows) {
-    if (hides_finite_)
+    if (takes_whole_)
       return add_steps(at_.tile, row, num_rows,
                        {visible(tile, row).begin, visible(tile, row + num_rows - 1).end});
     for (int i = row; i < row + num_rows; ++i) {
@@ -201,7 +201,7 @@ class AttentionRows {
   const int num_steps_;  // words, for tiles padded with zeros
   int num_rows_ = 0;     // (query, head) pairs
   Multiplier<dtype> multiply_;
-  bool hides_finite_ = true;        // no value that a row does not see can change its sums
+  bool takes_whole_ = true;         // whether hidden values change no sums
   TileScales scales_;               // if KV is in int8
   int64_t tokens_[kAttentionRows];  // token indices of the rows' queries
   int positions_[kAttentionRows];
