@@ -51,9 +51,9 @@ inline constexpr int run_values(WeightKind kind, int group) {
   return kind == WeightKind::int4 ? group : 2 * group;
 }
 
-// Weights [N, K] as panels [ceil(N / 32)][ceil(K / values)][32][values], padded with zeros, where
-// `values` are the lane_values. One step of one panel is 128 bytes, so that a panel is one stream,
-// read from front to back. bias: fp32 [N padded to 32], or null.
+// Weights [N, K], packed by `kvops.native`, as panels [ceil(N / 32)][ceil(K / values)][32][values],
+// padded with zeros, where `values` are the lane_values. One step of one panel is 128 bytes, so
+// that a panel is one stream, read from front to back. bias: fp32 [N padded to 32], or null.
 //
 // Quantized weights lie in runs, and K is padded to whole runs with codes of 0. A run begins with a
 // header, a step of its own, of 64 fp16 numbers. int8: weight = scale[n] * group scale * code; the
@@ -296,10 +296,6 @@ struct Kernels {
   // The form in which a linear of this kind reads its inputs: f32 or bf16, or the kind itself,
   // which stands for 16-bit integers. Kernels with tiles read bf16 for quantized weights too.
   WeightKind (*input_kind)(WeightKind);
-  // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at
-  // rows[n], or zeros if rows[n] is null. Quantized weights are packed by `kvops.quantized`.
-  void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
-               int64_t panel_end);
 
   // Computes a piece for all query heads of the key/value heads [head_begin, head_end). These are
   // at most `attention_rows` query heads; if the piece has several rows, query heads times rows are

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,6 @@ class Experts:
 
 class Ops:
     def __init__(self, isa: str, pool: ThreadPool) -> None: ...
-    def pack(
-        self, target: PackedLinear, weights: Sequence[Tensor], turn: int = 0, first: int = 0
-    ) -> None: ...
     def linear(
         self, x: Tensor, weights: PackedLinear, out: Tensor, epilogue: str = "store"
     ) -> None: ...

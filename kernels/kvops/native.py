@@ -6,6 +6,7 @@ and whole decoder steps in one call.
     cpu.ops.linear(x, weights, out)
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,9 @@ from kvops._native import (
 )
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import Draws as NativeDraws
+from kvops.checks import shown
 from kvops.grouped import AnyWeight, as_kind
-from kvops.quantized import Kind, packed_pieces
+from kvops.quantized import PANEL, Kind, joined, packed_pieces, padded
 
 __all__ = [
     "NUMERICS",
@@ -66,8 +68,10 @@ NUMERICS = "7"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 
+_DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 64
-_PANEL = 32
+_STEP_BYTES = 4
+"""The bytes of an output in a step of a panel."""
 _PIECE_BYTES = 8 << 20
 
 
@@ -122,31 +126,19 @@ class NativeCpu:
         turn: int = 0,
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
-        bf16, or quantized as `kind` says, as consecutive uint8 pieces. Each piece is valid until
-        the next one is requested. Raises ValueError if weights are quantized in another way.
+        bf16, or quantized as `kind` says, as consecutive uint8 pieces. Raises ValueError
+        if weights differ in dtype or K, or are quantized in another way.
 
         The outputs alternate between the weights, `turn` at a time, and zeros follow the end of a
         shorter weight. If `turn` is 0, the weights follow one another whole.
         """
-        if kind in ("float32", "bfloat16"):
+        if kind in _DTYPES:
             floats = [weight for weight in weights if isinstance(weight, Tensor)]
             if len(floats) < len(weights):
                 raise ValueError(f"quantized weights are not packed as {kind}")
-            yield from self._float_pieces(kind, num_outputs, floats, turn)
+            yield from _float_pieces(_DTYPES[kind], num_outputs, floats, turn)
         else:
             yield from packed_pieces(num_outputs, as_kind(kind, weights), turn, _PIECE_BYTES)
-
-    def _float_pieces(
-        self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int
-    ) -> Iterator[Tensor]:
-        k = weights[0].shape[1]
-        step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
-        memory = aligned(packed_bytes(kind, min(step, num_outputs), k))
-        for first in range(0, num_outputs, step):
-            n = min(step, num_outputs - first)
-            piece = memory[: packed_bytes(kind, n, k)]
-            self.ops.pack(PackedLinear(kind, n, k, piece), list(weights), turn, first)
-            yield piece
 
     def decoder(
         self,
@@ -176,3 +168,39 @@ def aligned(num_bytes: int) -> Tensor:
     memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
     begin = -memory.data_ptr() % _ALIGNMENT
     return memory[begin : begin + num_bytes]
+
+
+def _float_pieces(
+    dtype: torch.dtype, num_outputs: int, weights: Sequence[Tensor], turn: int
+) -> Iterator[Tensor]:
+    """Give panels of weights in floating point, in pieces of whole panels and turns."""
+    kinds = {(weight.dtype, weight.shape[1]) for weight in weights}
+    if len(kinds) != 1 or weights[0].dtype not in _DTYPES.values():
+        raise ValueError(f"weights of one linear in fp32 or bf16: {list(map(shown, weights))}")
+    unit = math.lcm(PANEL, turn * len(weights)) if turn else PANEL
+    k = weights[0].shape[1]
+    padded_k = k + -k % (_STEP_BYTES // dtype.itemsize)
+    step = max(1, _PIECE_BYTES // (unit * padded_k * dtype.itemsize)) * unit
+    for begin in range(0, num_outputs, step):
+        num_rows = min(step, num_outputs - begin)
+        rows = _outputs(weights, turn, begin, begin + num_rows)
+        if len(rows) < num_rows:
+            raise ValueError(f"{begin + len(rows)} outputs of weights are not {num_outputs}")
+        words = padded(rows.to(dtype), num_rows + -num_rows % PANEL, padded_k).view(torch.int32)
+        panels = torch.empty(len(words) // PANEL, words.shape[1], PANEL, dtype=torch.int32)
+        for panel, outputs in zip(panels, words.split(PANEL), strict=True):
+            panel.copy_(outputs.T)
+        yield panels.view(torch.uint8).flatten()
+
+
+def _outputs(weights: Sequence[Tensor], turn: int, begin: int, end: int) -> Tensor:
+    """Rows `begin` to `end` of the `joined` weights; `begin` is a multiple of whole turns."""
+    if turn:
+        last = -(-end // (turn * len(weights))) * turn
+        some = [weight[begin // len(weights) : last] for weight in weights]
+        return joined(some, turn)[: end - begin]
+    parts, at = list[Tensor](), 0
+    for weight in weights:
+        parts.append(weight[max(begin - at, 0) : max(end - at, 0)])
+        at += len(weight)
+    return torch.cat(parts)

@@ -1,5 +1,4 @@
-"""Packing of weights into panels: several weights become one linear, piece by piece, without a
-copy."""
+"""Packing of weights into panels: several weights become one linear, piece by piece."""
 
 from collections.abc import Callable
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvops import native
-from kvops.native import Kind, NativeCpu, PackedLinear, aligned, packed_bytes
+from kvops.native import Kind, NativeCpu, packed_bytes
 
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16")
 K = 40
@@ -32,13 +31,14 @@ def weight(request: pytest.FixtureRequest) -> Weight:
     return weight
 
 
-def packed(cpu: NativeCpu, kind: Kind, weight: Tensor) -> list[int]:
-    """The bytes of one weight that is packed in one call."""
-    n, k = weight.shape
-    memory = aligned(packed_bytes(kind, n, k)).fill_(0x55)
-    cpu.ops.pack(PackedLinear(kind, n, k, memory), [weight])
-    values: list[int] = memory.tolist()
-    return values
+def packed(kind: Kind, weight: Tensor) -> list[int]:
+    """The bytes of one weight in panels [panels, steps, 32 outputs, values of a step]."""
+    values, dtype = (1, torch.float32) if kind == "float32" else (2, torch.bfloat16)
+    whole = torch.zeros(-(-len(weight) // 32) * 32, K, dtype=dtype)
+    whole[: len(weight)] = weight
+    panels = whole.view(-1, 32, K // values, values).permute(0, 2, 1, 3).contiguous()
+    found: list[int] = panels.view(torch.uint8).flatten().tolist()
+    return found
 
 
 def in_pieces(
@@ -58,7 +58,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_one_after_another(cpu: NativeCpu, kind: Kind, weight: Weight) -> None:
     weights = [weight(100), weight(1), weight(64)]
-    assert in_pieces(cpu, kind, 165, weights) == packed(cpu, kind, torch.cat(weights))
+    assert in_pieces(cpu, kind, 165, weights) == packed(kind, torch.cat(weights))
 
 
 @pytest.mark.usefixtures("pieces")
@@ -74,7 +74,7 @@ def test_weights_by_turns_with_zeros_behind_the_end_of_one(
             expected[2 * begin + at : 2 * begin + at + len(rows)] = rows
     for row in range(100):
         assert torch.equal(expected[row // 16 * 32 + row % 16], first[row])
-    assert in_pieces(cpu, kind, 224, [first, second], 16) == packed(cpu, kind, expected)
+    assert in_pieces(cpu, kind, 224, [first, second], 16) == packed(kind, expected)
 
 
 def test_a_piece_is_no_larger_than_it_may_be(
@@ -89,26 +89,15 @@ def test_a_piece_is_no_larger_than_it_may_be(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([], "no weights"),
-        ([torch.zeros(4, K), torch.zeros(4, K, dtype=torch.bfloat16)], "differ in dtype or K"),
-        ([torch.zeros(4, K), torch.zeros(4, K + 1)], "differ in dtype or K"),
-        ([torch.zeros(4, K), torch.zeros(3, K)], r"not \[n, k\]"),
-        ([torch.zeros(8, K + 1)], r"not \[n, k\]"),
-        ([torch.zeros(8, K, dtype=torch.float16)], "neither float32 nor bfloat16"),
+        ([], r"in fp32 or bf16: \[\]"),
+        ([torch.zeros(4, K), torch.zeros(4, K, dtype=torch.bfloat16)], r"bfloat16 \[4, 40\]"),
+        ([torch.zeros(4, K), torch.zeros(4, K + 1)], r"float32 \[4, 41\]"),
+        ([torch.zeros(8, K, dtype=torch.float16)], r"float16 \[8, 40\]"),
+        ([torch.zeros(4, K), torch.zeros(3, K)], "7 outputs of weights are not 8"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
     cpu: NativeCpu, weights: list[Tensor], message: str
 ) -> None:
-    target = PackedLinear("float32", 8, K, aligned(packed_bytes("float32", 8, K)))
     with pytest.raises(ValueError, match=message):
-        cpu.ops.pack(target, weights)
-
-
-@pytest.mark.parametrize(("turn", "first"), [(-1, 0), (0, -1), (0, 1)])
-def test_turns_and_beginnings_that_cannot_be_are_refused(
-    cpu: NativeCpu, turn: int, first: int
-) -> None:
-    target = PackedLinear("float32", 8, K, aligned(packed_bytes("float32", 8, K)))
-    with pytest.raises(ValueError, match=r"turns that cannot be|not \[n, k\]"):
-        cpu.ops.pack(target, [torch.zeros(8, K)], turn, first)
+        list(cpu.packed_pieces("float32", 8, weights))

@@ -38,22 +38,6 @@ class Ops {
  public:
   Ops(const std::string& isa, ThreadPool& pool) : kernels_(kernels_called(isa)), pool_(pool) {}
 
-  // Outputs [first, first + n) of the weights, joined as `Outputs` says, into the n of `target`.
-  void pack(PackedLinear& target, const std::vector<Array>& weights, int64_t turn, int64_t first) {
-    const Linear& linear = target.get();
-    const Outputs outputs(weights, turn);
-    const auto num_rows = static_cast<int64_t>(outputs.rows.size());
-    require(!is_quantized(linear.kind), "quantized weights are packed by kvops.quantized");
-    require(outputs.k == linear.k && first >= 0 && first + linear.n <= num_rows,
-            "weights are not [n, k]");
-    nb::gil_scoped_release free;
-    pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(panels_of(linear.n), 4, [&](int64_t begin, int64_t end) {
-        kernels_.pack(linear, outputs.rows.data() + first, outputs.dtype, begin, end);
-      });
-    });
-  }
-
   // out [M, N] fp32 or bf16, or [M, N / 2] for "silu_mul" and "gelu_mul" (see Epilogue), from x [M,
   // K] of the weights' dtype (fp32 or bf16 for quantized weights).
   void linear(Array x, const PackedLinear& weights, Array out, const std::string& epilogue) {
@@ -236,7 +220,6 @@ void bind_ops(nb::module_& m) {
            nb::keep_alive<1, 4>());
   nb::class_<Ops>(m, "Ops")
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
-      .def("pack", &Ops::pack, "target"_a, "weights"_a, "turn"_a = 0, "first"_a = 0)
       .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a, "epilogue"_a = "store")
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
            "context_lens"_a, "scale"_a, "window"_a, "out"_a, "cap"_a = 0.0f, "sinks"_a = nb::none())

@@ -4,7 +4,6 @@
 #include "decoder/rows.h"
 #include "kernels.h"
 #include "linear/linear.h"
-#include "linear/pack.h"
 #include "sampling/philox.h"
 #include "sampling/softmax.h"
 
@@ -17,16 +16,25 @@ namespace quire {
 
 const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
   static constexpr Kernels table = {
-      QUIRE_NAME(QUIRE_ISA), QUIRE_ISA::linear,
-      QUIRE_ISA::shrink,     QUIRE_ISA::most_panel_rows,
-      QUIRE_ISA::input_kind, QUIRE_ISA::pack,
-      QUIRE_ISA::attention,  QUIRE_ISA::attention_scratch,
-      QUIRE_ISA::kTile,      QUIRE_ISA::kAttentionRows,
-      QUIRE_ISA::rms_norm,   QUIRE_ISA::add_normed,
-      QUIRE_ISA::quantize,   QUIRE_ISA::qkv,
-      QUIRE_ISA::largest,    QUIRE_ISA::exponentials,
-      QUIRE_ISA::weigh,      QUIRE_ISA::masses,
-      QUIRE_ISA::keep,       QUIRE_ISA::uniforms,
+      QUIRE_NAME(QUIRE_ISA),
+      QUIRE_ISA::linear,
+      QUIRE_ISA::shrink,
+      QUIRE_ISA::most_panel_rows,
+      QUIRE_ISA::input_kind,
+      QUIRE_ISA::attention,
+      QUIRE_ISA::attention_scratch,
+      QUIRE_ISA::kTile,
+      QUIRE_ISA::kAttentionRows,
+      QUIRE_ISA::rms_norm,
+      QUIRE_ISA::add_normed,
+      QUIRE_ISA::quantize,
+      QUIRE_ISA::qkv,
+      QUIRE_ISA::largest,
+      QUIRE_ISA::exponentials,
+      QUIRE_ISA::weigh,
+      QUIRE_ISA::masses,
+      QUIRE_ISA::keep,
+      QUIRE_ISA::uniforms,
   };
   return &table;
 }

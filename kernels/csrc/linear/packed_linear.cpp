@@ -55,24 +55,4 @@ PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array 
   }
 }
 
-Outputs::Outputs(const std::vector<Array>& weights, int64_t turn) {
-  require(!weights.empty() && turn >= 0, "no weights, or turns that cannot be");
-  int64_t longest = 0;
-  for (const Array& weight : weights) {
-    check_rank(weight, 2, "weight");
-    longest = std::max(longest, static_cast<int64_t>(weight.shape(0)));
-  }
-  dtype = float_type(weights[0], "weight");
-  k = static_cast<int64_t>(weights[0].shape(1));
-  for (int64_t first = 0; first < longest; first += turn ? turn : longest)
-    for (const Array& weight : weights) {
-      require(float_type(weight, "weight") == dtype && static_cast<int64_t>(weight.shape(1)) == k,
-              "weights differ in dtype or K");
-      const auto n = static_cast<int64_t>(weight.shape(0));
-      const auto* data = static_cast<const char*>(weight.data());
-      for (int64_t row = first; row < (turn ? first + turn : n); ++row)
-        rows.push_back(row < n ? data + row * weight.stride(0) * size_of(dtype) : nullptr);
-    }
-}
-
 }  // namespace quire

@@ -39,16 +39,4 @@ class PackedLinear {
   std::vector<float> bias_;
 };
 
-// The outputs of a linear that is made of several weights [n_i, K]: the address of each output's
-// row. Outputs alternate between the weights, `turn` rows at a time, null behind the end of a
-// weight; 0: the weights follow one another whole. std::invalid_argument: the weights differ in K
-// or dtype.
-struct Outputs {
-  Outputs(const std::vector<Array>& weights, int64_t turn);
-
-  std::vector<const void*> rows;
-  Dtype dtype;
-  int64_t k;
-};
-
 }  // namespace quire
