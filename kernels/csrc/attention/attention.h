@@ -9,7 +9,7 @@
 // A call may also take one query each from several rows of the batch that begin in the same blocks:
 // the shared positions are read once for all of them, and then each continues alone.
 //
-// Head sizes are even and at most kMaxHeadDim; multiples of 32 (bf16) or 16 (fp32) are fastest.
+// Head sizes are even and at most kMostHeadDim; multiples of 32 (bf16) or 16 (fp32) are fastest.
 #pragma once
 
 #include "attention/decode.h"

@@ -12,10 +12,9 @@
 
 namespace quire::QUIRE_ISA {
 
-inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kMaxColumns = kMaxHeadDim;  // a multiple of 32, see num_columns
+inline constexpr int kMaxColumns = kMostHeadDim;  // a multiple of 32, see num_columns
 
-alignas(64) inline constexpr uint32_t kZeros[kMaxHeadDim] = {};
+alignas(64) inline constexpr uint32_t kZeros[kMostHeadDim] = {};
 
 // The addresses of a tile's keys and values, by position.
 struct TileRows {

@@ -135,12 +135,6 @@ inline f32x16 without_denormals(f32x16 value) {
 }
 
 // bf16 is the upper half of fp32; rounding is to nearest, ties to even, NaN stays NaN.
-inline float to_f32(uint16_t bits) {
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
 inline uint16_t to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
