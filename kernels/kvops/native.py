@@ -176,7 +176,8 @@ def _float_pieces(
     """Give panels of weights in floating point, in pieces of whole panels and turns."""
     kinds = {(weight.dtype, weight.shape[1]) for weight in weights}
     if len(kinds) != 1 or weights[0].dtype not in _DTYPES.values():
-        raise ValueError(f"weights of one linear in fp32 or bf16: {list(map(shown, weights))}")
+        found = ", ".join(map(shown, weights))
+        raise ValueError(f"weights that are not all fp32 [n, K] or all bf16 [n, K]: {found}")
     unit = math.lcm(PANEL, turn * len(weights)) if turn else PANEL
     k = weights[0].shape[1]
     padded_k = k + -k % (_STEP_BYTES // dtype.itemsize)
@@ -188,7 +189,7 @@ def _float_pieces(
             raise ValueError(f"{begin + len(rows)} outputs of weights are not {num_outputs}")
         words = padded(rows.to(dtype), num_rows + -num_rows % PANEL, padded_k).view(torch.int32)
         panels = torch.empty(len(words) // PANEL, words.shape[1], PANEL, dtype=torch.int32)
-        for panel, outputs in zip(panels, words.split(PANEL), strict=True):
+        for panel, outputs in zip(panels, words.view(-1, PANEL, words.shape[1]), strict=True):
             panel.copy_(outputs.T)
         yield panels.view(torch.uint8).flatten()
 

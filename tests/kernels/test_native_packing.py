@@ -89,7 +89,7 @@ def test_a_piece_is_no_larger_than_it_may_be(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([], r"in fp32 or bf16: \[\]"),
+        ([], r"or all bf16 \[n, K\]: $"),
         ([torch.zeros(4, K), torch.zeros(4, K, dtype=torch.bfloat16)], r"bfloat16 \[4, 40\]"),
         ([torch.zeros(4, K), torch.zeros(4, K + 1)], r"float32 \[4, 41\]"),
         ([torch.zeros(8, K, dtype=torch.float16)], r"float16 \[8, 40\]"),
