@@ -124,10 +124,12 @@ class NativeCpu:
         num_outputs: int,
         weights: Sequence[AnyWeight],
         turn: int = 0,
+        piece_bytes: int = _PIECE_BYTES,
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
-        bf16, or quantized as `kind` says, as consecutive uint8 pieces. Raises ValueError
-        if weights differ in dtype or K, or are quantized in another way.
+        bf16, or quantized as `kind` says, as consecutive uint8 pieces of at most `piece_bytes`, or
+        of one panel (of one turn of panels) if that is more. Raises ValueError if weights differ in
+        dtype or K, or are quantized in another way.
 
         The outputs alternate between the weights, `turn` at a time, and zeros follow the end of a
         shorter weight. If `turn` is 0, the weights follow one another whole.
@@ -136,9 +138,9 @@ class NativeCpu:
             floats = [weight for weight in weights if isinstance(weight, Tensor)]
             if len(floats) < len(weights):
                 raise ValueError(f"quantized weights are not packed as {kind}")
-            yield from _float_pieces(_DTYPES[kind], num_outputs, floats, turn)
+            yield from _float_pieces(_DTYPES[kind], num_outputs, floats, turn, piece_bytes)
         else:
-            yield from packed_pieces(num_outputs, as_kind(kind, weights), turn, _PIECE_BYTES)
+            yield from packed_pieces(num_outputs, as_kind(kind, weights), turn, piece_bytes)
 
     def decoder(
         self,
@@ -171,7 +173,7 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 def _float_pieces(
-    dtype: torch.dtype, num_outputs: int, weights: Sequence[Tensor], turn: int
+    dtype: torch.dtype, num_outputs: int, weights: Sequence[Tensor], turn: int, piece_bytes: int
 ) -> Iterator[Tensor]:
     """Give panels of weights in floating point, in pieces of whole panels and turns."""
     kinds = {(weight.dtype, weight.shape[1]) for weight in weights}
@@ -181,7 +183,7 @@ def _float_pieces(
     unit = math.lcm(PANEL, turn * len(weights)) if turn else PANEL
     k = weights[0].shape[1]
     padded_k = k + -k % (_STEP_BYTES // dtype.itemsize)
-    step = max(1, _PIECE_BYTES // (unit * padded_k * dtype.itemsize)) * unit
+    step = max(1, piece_bytes // (unit * padded_k * dtype.itemsize)) * unit
     for begin in range(0, num_outputs, step):
         num_rows = min(step, num_outputs - begin)
         rows = _outputs(weights, turn, begin, begin + num_rows)

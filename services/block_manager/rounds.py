@@ -19,8 +19,6 @@ from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 
-RETRY_INTERVAL_S = 0.25
-
 T = TypeVar("T")
 
 
@@ -51,12 +49,16 @@ Round = Callable[[Connection], Awaitable[None]]
 
 class RoundRunner:
     """Runs rounds on the current `connection`, and makes a new one with `connect` when the server
-    has lost its data."""
+    has lost its data. What fails is tried again after `retry_s`."""
 
     def __init__(
-        self, connection: Connection, connect: Callable[[], Awaitable[Connection]]
+        self,
+        connection: Connection,
+        connect: Callable[[], Awaitable[Connection]],
+        retry_s: float = 0.25,
     ) -> None:
         self.connection = connection
+        self._retry_s = retry_s
         self._connect = connect
         self._replacing = asyncio.Lock()
 
@@ -72,7 +74,7 @@ class RoundRunner:
         while True:
             if await self.run_once(action):
                 return
-            await asyncio.sleep(RETRY_INTERVAL_S)
+            await asyncio.sleep(self._retry_s)
 
     async def run_once(self, action: Round) -> bool:
         """Run `action` once. Returns whether it succeeded."""
@@ -106,4 +108,4 @@ class RoundRunner:
                 return await self._connect()
             except (StoreUnavailable, StoreUnsuitable) as error:
                 log.warning("store_not_connected", reason=str(error))
-            await asyncio.sleep(RETRY_INTERVAL_S)
+            await asyncio.sleep(self._retry_s)

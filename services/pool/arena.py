@@ -32,13 +32,8 @@ _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 
-def make_file(
-    path: Path,
-    num_bytes: int,
-    policy: InterleavePolicy | None = None,
-    first_bytes: int = FIRST_BYTES,
-) -> None:
-    """Make the file `path` with `num_bytes` zero bytes, and allocate its first `first_bytes`.
+def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None) -> None:
+    """Make the file `path` with `num_bytes` zero bytes, and allocate its first FIRST_BYTES.
 
     `policy` interleaves the pages of the whole file; without it, a page is on the node of the
     thread that allocates it.
@@ -52,7 +47,7 @@ def make_file(
         os.ftruncate(fd, num_bytes)
         if policy is not None:
             policy.interleave_file(fd, num_bytes)
-        _allocate(fd, 0, min(num_bytes, first_bytes))
+        _allocate(fd, 0, min(num_bytes, FIRST_BYTES))
     except OSError as error:
         path.unlink()
         raise StartupError(_refusal(path, num_bytes, error)) from error
@@ -60,12 +55,7 @@ def make_file(
         os.close(fd)
 
 
-def complete_file(
-    path: Path,
-    is_stopped: Callable[[], bool],
-    first_bytes: int = FIRST_BYTES,
-    piece_bytes: int = _PIECE_BYTES,
-) -> None:
+def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
     """Allocate the rest of the file in pieces, until `is_stopped` returns true.
 
     Other processes may use the file meanwhile, or complete it too: allocated pieces stay as they
@@ -75,10 +65,10 @@ def complete_file(
     num_bytes = path.stat().st_size
     try:
         with path.open("r+b", buffering=0) as file:
-            for start in range(first_bytes, num_bytes, piece_bytes):
+            for start in range(FIRST_BYTES, num_bytes, _PIECE_BYTES):
                 if is_stopped():
                     return
-                _allocate(file.fileno(), start, min(piece_bytes, num_bytes - start))
+                _allocate(file.fileno(), start, min(_PIECE_BYTES, num_bytes - start))
     except OSError as error:
         raise StartupError(_refusal(path, num_bytes, error)) from error
 

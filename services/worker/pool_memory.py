@@ -1,7 +1,7 @@
 """Where the arena of a pool is: in a file of the host's memory, or in the memory of a GPU."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,11 +42,15 @@ class FileMemory:
     gpu_uuids: tuple[str, ...] = ()
     """The GPU of each rank; empty for files."""
 
+    def __init__(self, available: Callable[[Path], int] = available_bytes) -> None:
+        """`available` tells how many bytes a pool below a directory can have."""
+        self._available = available
+
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
         """The blocks of a new pool. Raises StartupError if there is too little memory."""
         arenas = (path for one in pool_directories(root) for path in one.arenas)
         promised = sum(map(missing_bytes, arenas))
-        available = max(0, available_bytes(root) - promised)
+        available = max(0, self._available(root) - promised)
         block_bytes = layout.block_bytes * layout.tensor_parallel_size
         return num_blocks_for(plan, block_bytes + record_bytes(layout.block_size), available)
 

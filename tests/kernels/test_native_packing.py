@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops import native
 from kvops.native import Kind, NativeCpu, packed_bytes
 
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16")
@@ -42,29 +41,34 @@ def packed(kind: Kind, weight: Tensor) -> list[int]:
 
 
 def in_pieces(
-    cpu: NativeCpu, kind: Kind, num_outputs: int, weights: list[Tensor], turn: int = 0
+    cpu: NativeCpu,
+    kind: Kind,
+    num_outputs: int,
+    weights: list[Tensor],
+    piece_bytes: int,
+    turn: int = 0,
 ) -> list[int]:
-    pieces = [p.tolist() for p in cpu.packed_pieces(kind, num_outputs, weights, turn)]
+    given = kind, num_outputs, weights, turn, piece_bytes
+    pieces = [piece.tolist() for piece in cpu.packed_pieces(*given)]
     return [byte for piece in pieces for byte in piece]
 
 
 @pytest.fixture(params=[1, 3, 1000], ids=lambda panels: f"{panels} panels a piece")
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_bytes = request.param * packed_bytes("bfloat16", 32, K)
-    monkeypatch.setattr(native, "_PIECE_BYTES", num_bytes)
+def piece_bytes(request: pytest.FixtureRequest) -> int:
+    return int(request.param * packed_bytes("bfloat16", 32, K))
 
 
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_one_after_another(cpu: NativeCpu, kind: Kind, weight: Weight) -> None:
+def test_weights_one_after_another(
+    cpu: NativeCpu, kind: Kind, weight: Weight, piece_bytes: int
+) -> None:
     weights = [weight(100), weight(1), weight(64)]
-    assert in_pieces(cpu, kind, 165, weights) == packed(kind, torch.cat(weights))
+    assert in_pieces(cpu, kind, 165, weights, piece_bytes) == packed(kind, torch.cat(weights))
 
 
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_by_turns_with_zeros_behind_the_end_of_one(
-    cpu: NativeCpu, kind: Kind, weight: Weight
+    cpu: NativeCpu, kind: Kind, weight: Weight, piece_bytes: int
 ) -> None:
     first, second = weight(100), weight(40)
     expected = first.new_zeros(224, K)
@@ -74,15 +78,13 @@ def test_weights_by_turns_with_zeros_behind_the_end_of_one(
             expected[2 * begin + at : 2 * begin + at + len(rows)] = rows
     for row in range(100):
         assert torch.equal(expected[row // 16 * 32 + row % 16], first[row])
-    assert in_pieces(cpu, kind, 224, [first, second], 16) == packed(kind, expected)
+    assert in_pieces(cpu, kind, 224, [first, second], piece_bytes, 16) == packed(kind, expected)
 
 
-def test_a_piece_is_no_larger_than_it_may_be(
-    cpu: NativeCpu, weight: Weight, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_is_no_larger_than_it_may_be(cpu: NativeCpu, weight: Weight) -> None:
     panel = packed_bytes("bfloat16", 32, K)
-    monkeypatch.setattr(native, "_PIECE_BYTES", 2 * panel + 1)
-    sizes = [len(piece) for piece in cpu.packed_pieces("bfloat16", 165, [weight(165)])]
+    pieces = cpu.packed_pieces("bfloat16", 165, [weight(165)], piece_bytes=2 * panel + 1)
+    sizes = [len(piece) for piece in pieces]
     assert sizes == [2 * panel, 2 * panel, 2 * panel]
 
 

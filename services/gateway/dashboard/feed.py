@@ -19,10 +19,13 @@ MAX_VIEWERS = 32
 
 
 class Feed:
-    """`build` makes the document. It is not called while nobody views."""
+    """`build` makes the document, every `interval_s`. It is not called while nobody views."""
 
-    def __init__(self, build: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(
+        self, build: Callable[[], Awaitable[dict[str, Any]]], interval_s: float = INTERVAL_S
+    ) -> None:
         self._build = build
+        self._interval_s = interval_s
         self._event = b""
         self._number = 0
         self._num_viewers = 0
@@ -68,4 +71,4 @@ class Feed:
             self._event = b"data: %b\n\n" % to_json(await self._build())
             self._number += 1
             self._changes.notify()
-            await asyncio.sleep(until_tick(INTERVAL_S))
+            await asyncio.sleep(until_tick(self._interval_s))

@@ -33,11 +33,6 @@ class Servers:
         return self.connected[-1]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.block_manager.rounds.RETRY_INTERVAL_S", 0.0)
-
-
 @pytest.fixture
 async def limit() -> AsyncIterator[None]:
     async with asyncio.timeout(LIMIT_S):
@@ -47,7 +42,7 @@ async def limit() -> AsyncIterator[None]:
 @pytest.mark.usefixtures("limit")
 async def test_a_round_is_done_again_until_the_server_answers() -> None:
     servers, first = Servers(), connection()
-    runner = RoundRunner(first, servers.connect)
+    runner = RoundRunner(first, servers.connect, 0.0)
     errors: list[Exception] = [StoreUnavailable("away"), UnknownPool("dropped")]
     rounds = []
 
@@ -65,7 +60,7 @@ async def test_a_round_is_done_again_until_the_server_answers() -> None:
 async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
     servers = Servers(StoreUnavailable("starting"), StoreUnsuitable("evicts"))
     first = connection()
-    runner = RoundRunner(first, servers.connect)
+    runner = RoundRunner(first, servers.connect, 0.0)
 
     async def action(current: Connection) -> None:
         await asyncio.sleep(0)
@@ -82,7 +77,7 @@ async def test_every_round_uses_the_current_connection() -> None:
     """A closed registry answers only that it is closed: a manager that kept it would stay
     unknown."""
     servers, first = Servers(), connection()
-    runner = RoundRunner(first, servers.connect)
+    runner = RoundRunner(first, servers.connect, 0.0)
     announced = asyncio.Event()
 
     async def announce(current: Connection) -> None:
@@ -105,7 +100,7 @@ async def test_unexpected_errors_end_the_loop() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await RoundRunner(connection(), Servers().connect).run_every(lambda: 0.0, action)
+        await RoundRunner(connection(), Servers().connect, 0.0).run_every(lambda: 0.0, action)
 
 
 def test_a_lasting_fault_is_overdue_at_the_limit() -> None:

@@ -10,6 +10,7 @@ from services.pool.layout import PoolLayout
 from services.pool.sizing import MemoryPlan
 from services.pool.stamps import record_bytes
 from services.worker.membership import Membership, join
+from services.worker.pool_memory import PoolMemory
 
 LAYOUT = PoolLayout(
     model="tiny",
@@ -44,8 +45,11 @@ async def joined(store: MemoryStore, tmp_path: Path) -> AsyncIterator[Join]:
         run_id: str = RUN_ID,
         plan: MemoryPlan = PLAN,
         store: MemoryStore = store,
+        memory: PoolMemory | None = None,
     ) -> Membership:
-        members.append(await join(store, run_id, tmp_path, layout, worker_id, plan, watermark=0.2))
+        members.append(
+            await join(store, run_id, tmp_path, layout, worker_id, plan, 0.2, memory=memory)
+        )
         return members[-1]
 
     yield joined

@@ -21,6 +21,7 @@ from services.pool.sizing import MemoryPlan
 from services.pool.stamps import record_bytes
 from services.runtime.errors import StartupError
 from services.worker.membership import join_swap_pool
+from services.worker.pool_memory import FileMemory
 
 from .conftest import LAYOUT, Join, die, names
 
@@ -56,12 +57,9 @@ async def test_memory_that_does_not_do_is_a_clear_error_and_leaves_nothing(
     assert await store.pool_ids() == ()
 
 
-async def test_measured_memory_is_used_when_none_is_given(
-    joined: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.worker.pool_memory.available_bytes", lambda root: 100_000)
+async def test_measured_memory_is_used_when_none_is_given(joined: Join) -> None:
     plan = MemoryPlan(None, num_expected_workers=2, weight_bytes=10_000, activation_bytes=5_000)
-    member = await joined("decode-1", plan=plan)
+    member = await joined("decode-1", plan=plan, memory=FileMemory(lambda root: 100_000))
     assert member.spec.num_blocks == 40_000 // (LAYOUT.block_bytes + record_bytes(4)) == 39
 
 
@@ -122,13 +120,17 @@ async def test_a_worker_that_leaves_stops_allocating(
 
 @pytest.mark.usefixtures("small_front")
 async def test_memory_that_another_pool_will_still_take_is_not_given_twice(
-    joined: Join, monkeypatch: pytest.MonkeyPatch
+    joined: Join,
 ) -> None:
     first = await joined("decode-1")
     missing = missing_bytes(first.directory.kv)
     assert missing > 0
-    monkeypatch.setattr("services.worker.pool_memory.available_bytes", lambda root: 100_000)
-    second = await joined("decode-2", replace(LAYOUT, fingerprint="beef"), plan=MemoryPlan(None))
+    second = await joined(
+        "decode-2",
+        replace(LAYOUT, fingerprint="beef"),
+        plan=MemoryPlan(None),
+        memory=FileMemory(lambda root: 100_000),
+    )
     bytes_per_block = LAYOUT.block_bytes + record_bytes(4)
     assert second.spec.num_blocks == (100_000 - missing) // 2 // bytes_per_block
 

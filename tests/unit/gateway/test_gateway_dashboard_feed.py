@@ -10,15 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from services.gateway.access.local_only import check_local
-from services.gateway.dashboard import feed as feed_module
 from services.gateway.dashboard.feed import MAX_VIEWERS, Feed
 from services.runtime.errors import Overloaded
 from tests.waiting import until
 
-
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "INTERVAL_S", 0.002)
+INTERVAL_S = 0.002
 
 
 class Source:
@@ -45,7 +41,7 @@ async def to_the_end(events: AsyncGenerator[bytes, None]) -> None:
 
 async def test_nothing_is_built_while_nobody_views() -> None:
     source = Source()
-    feed = Feed(source.build)
+    feed = Feed(source.build, INTERVAL_S)
     events = feed.events()
     await anext(events)
     await events.aclose()
@@ -59,7 +55,7 @@ async def test_nothing_is_built_while_nobody_views() -> None:
 
 async def test_all_viewers_get_the_same_bytes_of_one_update() -> None:
     source = Source()
-    feed = Feed(source.build)
+    feed = Feed(source.build, INTERVAL_S)
     one, other = feed.events(), feed.events()
     await asyncio.gather(anext(one), anext(other))
     first, second = await asyncio.gather(anext(one), anext(other))
@@ -71,7 +67,7 @@ async def test_all_viewers_get_the_same_bytes_of_one_update() -> None:
 
 async def test_slow_viewer_skips_updates() -> None:
     source = Source()
-    feed = Feed(source.build)
+    feed = Feed(source.build, INTERVAL_S)
     slow = feed.events()
     await anext(slow)
     missed = source.num_built + 3
@@ -82,7 +78,7 @@ async def test_slow_viewer_skips_updates() -> None:
 
 async def test_fault_of_the_document_reaches_every_viewer_and_ends_with_it() -> None:
     source = Source()
-    feed = Feed(source.build)
+    feed = Feed(source.build, INTERVAL_S)
     events = feed.events()
     await anext(events)
     source.error = RuntimeError("broken")
@@ -95,7 +91,7 @@ async def test_fault_of_the_document_reaches_every_viewer_and_ends_with_it() -> 
 
 
 async def test_closing_ends_all_streams_and_refuses_no_late_viewer_with_an_error() -> None:
-    feed = Feed(Source().build)
+    feed = Feed(Source().build, INTERVAL_S)
     events = feed.events()
     await anext(events)
     feed.close()
@@ -104,7 +100,7 @@ async def test_closing_ends_all_streams_and_refuses_no_late_viewer_with_an_error
 
 
 async def test_viewers_have_a_limit() -> None:
-    feed = Feed(Source().build)
+    feed = Feed(Source().build, INTERVAL_S)
     viewers = [feed.events() for _ in range(MAX_VIEWERS)]
     for viewer in viewers:
         await anext(viewer)

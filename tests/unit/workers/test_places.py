@@ -130,13 +130,16 @@ def test_no_worker_leaves_its_domain_and_no_domain_is_empty(
 
 
 class Bindings:
-    """Stands in for os.sched_setaffinity."""
+    """Stands in for os.sched_setaffinity; raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.cpus: list[Sequence[int]] = []
+        self.error: OSError | None = None
 
     def __call__(self, pid: int, cpus: Sequence[int]) -> None:
         assert pid == 0
+        if self.error is not None:
+            raise self.error
         self.cpus.append(cpus)
 
 
@@ -193,12 +196,8 @@ def test_a_list_of_cpus_is_taken_as_it_is(tmp_path: Path, bindings: Bindings) ->
     assert place(tmp_path, cpus="0-1,8-9").host == WHOLE.only([0, 1, 8, 9])
 
 
-def test_a_refused_binding_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int, cpus: Sequence[int]) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr("os.sched_setaffinity", refuse)
+def test_a_refused_binding_is_logged(tmp_path: Path, bindings: Bindings) -> None:
+    bindings.error = PermissionError(1, "Operation not permitted")
     with capture_logs() as logs:
         place(tmp_path)
     assert logs[0]["event"] == "place_chosen"
