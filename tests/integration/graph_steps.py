@@ -2,9 +2,10 @@
 and go. The graphs are those of `tests.graph_stand_in`."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,19 +51,38 @@ for _name in KERNELS:
     setattr(LaunchedKernels, _name, launched(getattr(ReferenceKernels, _name)))
 
 
-@contextmanager
-def planned_kernels() -> Iterator[Callable[[], Backend]]:
+@dataclass
+class PlannedBackends:
     """Makes backends with FlashInfer's calls, to its stand-in; all other operations are the
-    reference's."""
+    reference's. `wrappers` are those of FlashInfer that the backends have made."""
+
+    kernels: type[Any]
+    wrappers: list[Any]
+
+    def __call__(self) -> Backend:
+        return Backend(self.kernels())
+
+    def rows_of_graphs(self) -> Counter[int]:
+        """How many of the wrappers are for a graph of so many rows."""
+        return Counter(len(one.buffers[3]) for one in self.wrappers if one.in_graph)
+
+
+@contextmanager
+def planned_kernels() -> Iterator[PlannedBackends]:
+    """FlashInfer's stand-in takes the package's place meanwhile."""
+    wrappers: list[Any] = []
+
+    class Wrapper(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper):
+        run = launched(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            wrappers.append(self)
+
     with pytest.MonkeyPatch.context() as patch:
         stand_in = ModuleType("flashinfer")
         stand_in.__dict__.update(vars(flashinfer_stand_in))
-        wrapper = type(
-            "Wrapper",
-            (flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper,),
-            {"run": launched(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run)},
-        )
-        patch.setattr(stand_in, "BatchPrefillWithPagedKVCacheWrapper", wrapper, raising=False)
+        patch.setattr(stand_in, "BatchPrefillWithPagedKVCacheWrapper", Wrapper, raising=False)
         patch.setitem(sys.modules, "flashinfer", stand_in)
         patch.delitem(sys.modules, "kvops.attention.flashinfer", raising=False)
         from kvops.attention.flashinfer import FlashInferKernels
@@ -71,7 +91,7 @@ def planned_kernels() -> Iterator[Callable[[], Backend]]:
         methods = {name: vars(FlashInferKernels)[name] for name in names}
         kernels = type("Planned", (LaunchedKernels,), {**methods, "needs_plan": True})
         patch.setattr("kvops.attention.flashinfer._SPLIT", 8)
-        yield lambda: Backend(kernels())
+        yield PlannedBackends(kernels, wrappers)
         sys.modules.pop("kvops.attention.flashinfer")
 
 

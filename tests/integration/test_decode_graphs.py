@@ -22,6 +22,7 @@ from .graph_steps import (
     SIZE,
     DeviceRunner,
     LaunchedKernels,
+    PlannedBackends,
     generate,
     only,
     planned_kernels,
@@ -31,9 +32,9 @@ from .models_oracle import GREEDY, SPECS, Oracle
 
 
 @pytest.fixture
-def planned() -> Iterator[Backend]:
+def planned() -> Iterator[PlannedBackends]:
     with planned_kernels() as new:
-        yield new()
+        yield new
 
 
 @pytest.fixture(scope="module", params=["qwen3-gqa-tied", "mistral-window"])
@@ -119,12 +120,12 @@ def tokens_of(result: RowResult) -> list[int]:
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_tokens_among_drafts_are_rows_of_a_graph(
-    checkpoint: Path, planned: Backend, is_planned: bool
+    checkpoint: Path, planned: PlannedBackends, is_planned: bool
 ) -> None:
     """2 rows with 3 and 1 drafts are a step of 6 rows. At each place up to the first wrong draft
     they draw what steps of one token draw. Two tokens without drafts are rows of a graph too."""
     dtype = torch.bfloat16 if is_planned else torch.float32
-    backend = planned if is_planned else Backend(LaunchedKernels())
+    backend = planned() if is_planned else Backend(LaunchedKernels())
     alone = DeviceRunner(checkpoint, dtype, backend)
     found = generate(alone, PROMPTS, [GREEDY] * 6)
     graphed = DeviceRunner(checkpoint, dtype, backend).with_graphs()
@@ -154,22 +155,20 @@ def test_tokens_among_drafts_are_rows_of_a_graph(
     assert replays == [2, 0, 0, 1, 0]
 
 
-def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Backend) -> None:
+def test_plans_reach_the_graphs_that_were_captured(
+    checkpoint: Path, planned: PlannedBackends
+) -> None:
     """FlashInfer plans each step on the host; its wrapper for a graph keeps its buffers."""
     wanted = generate(
         DeviceRunner(checkpoint, torch.bfloat16, Backend(LaunchedKernels())), PROMPTS, [GREEDY] * 6
     )
-    eager = DeviceRunner(checkpoint, torch.bfloat16, planned)
+    backend = planned()
+    eager = DeviceRunner(checkpoint, torch.bfloat16, backend)
     assert generate(eager, PROMPTS, [GREEDY] * 6) == wanted
-    graphed = DeviceRunner(checkpoint, torch.bfloat16, planned).with_graphs()
+    graphed = DeviceRunner(checkpoint, torch.bfloat16, backend).with_graphs()
     assert generate(graphed, PROMPTS, [GREEDY] * 6) == wanted
-    kernels: Any = planned._kernels
-    wrappers = kernels._wrappers
-    graph_rows = {rows for kind, _, rows, _ in wrappers if kind.startswith("graph")}
-    assert graph_rows == set(ladder(MAX_ROWS))
-    assert all(
-        wrapper.backend == "fa2" for (kind, *_), wrapper in wrappers.items() if kind != "prefill"
-    )
+    assert planned.rows_of_graphs().keys() == set(ladder(MAX_ROWS))
+    assert all(wrapper.backend == "fa2" for wrapper in planned.wrappers if wrapper.in_graph)
 
 
 def test_graphs_of_a_runner_share_memory_that_is_no_other_runner_s(

@@ -162,17 +162,10 @@ def test_each_rank_plans_attention_of_its_own_heads(
     """FlashInfer plans on each rank's host, from lengths that rank 0 tells: eager steps and graphs
     give the tokens of kernels that need no plan."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["mistral-window"])
-    made: list[Backend] = []
-    with planned_kernels() as new_planned:
-
-        def recorded() -> Backend:
-            made.append(new_planned())
-            return made[-1]
-
-        found = []
-        for number, (new, has_graphs) in enumerate(
-            [(launched_kernels, False), (recorded, False), (recorded, True)]
-        ):
+    with planned_kernels() as planned:
+        cases: list[tuple[Callable[[], Backend], bool]]
+        cases, found = [(launched_kernels, False), (planned, False), (planned, True)], []
+        for number, (new, has_graphs) in enumerate(cases):
             ranks = crew(2)
             folder = tmp_path / str(number)
             folder.mkdir()
@@ -181,12 +174,8 @@ def test_each_rank_plans_attention_of_its_own_heads(
                 runner.capture_graphs(MAX_ROWS, 0, lambda crew=ranks: crew.new_graph(0))  # type: ignore[misc]
             found.append(generate(runner, PROMPTS, [GREEDY] * len(PROMPTS)))
         assert found[1:] == [found[0]] * 2
-        wrappers = [backend._kernels._wrappers for backend in made[2:]]  # type: ignore[attr-defined]
-        assert len(wrappers) == 2
-        for of_rank in wrappers:
-            graphs = {rows for kind, _, rows, *_ in of_rank if kind.startswith("graph")}
-            assert graphs == set(ladder(MAX_ROWS))
-            assert {one._shape[:2] for one in of_rank.values()} == {(2, 1)}
+        assert planned.rows_of_graphs() == dict.fromkeys(ladder(MAX_ROWS), 2), "one a rank"
+        assert {wrapper.shape[:2] for wrapper in planned.wrappers} == {(2, 1)}
 
 
 def test_a_rank_gives_up_its_graphs_with_the_arena(

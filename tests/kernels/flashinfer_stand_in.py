@@ -129,7 +129,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 splits = -(-paged_kv_indptr.diff() // fixed_split_size)
                 self._check_workspace(lens, splits, num_qo_heads, num_kv_heads, head_dim_qk)
             self.buffers = [values.clone() for values in plan]
-        self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        self.shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._dtypes, self._scale, self._window = (q_data_type, kv_data_type), sm_scale, window_left
         self._cap = logits_soft_cap
         self._num_tokens = int(qo_indptr[-1])
@@ -172,7 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> Tensor:
         assert isinstance(paged_kv_cache, Tensor)
         assert not args
-        num_heads, num_kv_heads, head_dim, page_size = self._shape
+        num_heads, num_kv_heads, head_dim, page_size = self.shape
         assert q.shape == (self._num_tokens, num_heads, head_dim)
         assert q.is_contiguous()
         assert paged_kv_cache.shape[1:] == (2, page_size, num_kv_heads, head_dim)

@@ -1,5 +1,7 @@
 """Keys and values in int8: the stored bytes, and the operations that store them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -83,11 +85,13 @@ def test_backends_store_and_copy_heads_in_int8(name: str, dtype: torch.dtype) ->
     assert torch.equal(layer[1], layer[3])
 
 
-def test_a_backend_without_int8_refuses_such_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceKernels, "kv_dtypes", ())
+def test_a_backend_without_int8_refuses_such_an_arena() -> None:
+    class WithoutInt8(ReferenceKernels):
+        kv_dtypes: Any = ()
+
     k = randn(1, NUM_KV_HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="of a dtype that backend 'reference' has"):
-        kvops.backend("reference").store_kv(arena(), k, k, torch.tensor([0]))
+        kvops.Backend(WithoutInt8()).store_kv(arena(), k, k, torch.tensor([0]))
 
 
 def test_keys_and_values_of_another_head_size_are_refused() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -36,8 +36,11 @@ class LateGpu(MemfdDriver):
     pending: ClassVar[list[Callable[[], None]]] = []
     maps_writable: ClassVar[list[bool]] = []
     error: ClassVar[DriverError | None] = None
+    map_error: ClassVar[DriverError | None] = None
 
     def map(self, handle: int, num_bytes: int, writable: bool) -> int:
+        if LateGpu.map_error is not None:
+            raise LateGpu.map_error
         LateGpu.maps_writable.append(writable)
         return super().map(handle, num_bytes, writable)
 
@@ -76,9 +79,14 @@ class Gpus:
 @pytest.fixture
 async def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gpus]:
     LateGpu.pending, LateGpu.maps_writable, LateGpu.error = [], [], None
-    monkeypatch.setattr(
-        peer_transport, "driver_of", lambda uuid: LateGpu(int(uuid.removeprefix("MEMFD-")))
-    )
+    LateGpu.map_error = None
+
+    def driver_of(uuid: str) -> MemfdDriver:
+        if not uuid.startswith("MEMFD-"):
+            raise DriverError(f"{uuid} is none of the 2 GPUs that this process sees")
+        return LateGpu(int(uuid.removeprefix("MEMFD-")))
+
+    monkeypatch.setattr(peer_transport, "driver_of", driver_of)
     roots = [tmp_path / name for name in "ab"]
     for root in roots:
         root.mkdir()
@@ -147,9 +155,7 @@ async def test_a_copy_that_fails_ends_the_process(gpus: Gpus) -> None:
     gpus.transport.disconnect(source)
 
 
-async def test_a_pool_out_of_reach_is_refused_with_the_reason(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pool_out_of_reach_is_refused_with_the_reason(gpus: Gpus) -> None:
     described = json.loads(gpus.memory())
 
     async def refused(kind: type[TransportError], reason: str, **changes: str) -> None:
@@ -163,10 +169,7 @@ async def test_a_pool_out_of_reach_is_refused_with_the_reason(
     with pytest.raises(TransportError, match="no access to the memory of a pool"):
         gpus.transport.connect(b"{")
 
-    def no_peer_access(self: MemfdDriver, handle: int, num_bytes: int, writable: bool) -> int:
-        raise DriverError("cuMemSetAccess on cuda:1: CUDA_ERROR_INVALID_DEVICE (101)")
-
-    monkeypatch.setattr(MemfdDriver, "map", no_peer_access)
+    LateGpu.map_error = DriverError("cuMemSetAccess on cuda:1: CUDA_ERROR_INVALID_DEVICE (101)")
     await refused(OutOfReach, "a GPU cannot map it: cuMemSetAccess on cuda:1")
 
 
@@ -176,12 +179,6 @@ async def test_only_a_pool_that_the_keeper_has_can_be_read(gpus: Gpus) -> None:
         await asyncio.to_thread(borrow, root, "absent-1")
 
 
-async def test_an_own_gpu_that_is_not_there_is_a_start_that_fails(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(uuid: str) -> MemfdDriver:
-        raise DriverError(f"{uuid} is none of the 0 GPUs that this process sees")
-
-    monkeypatch.setattr(peer_transport, "driver_of", absent)
-    with pytest.raises(StartupError, match=r"cannot map the pool tiny-.* none of the 0 GPUs"):
-        map_own(gpus.b.header, [])
+async def test_an_own_gpu_that_is_not_there_is_a_start_that_fails(gpus: Gpus) -> None:
+    with pytest.raises(StartupError, match=r"cannot map the pool tiny-.* none of the 2 GPUs"):
+        map_own(replace(gpus.b.header, gpu_uuids=("GPU-9",)), [])

@@ -1,7 +1,9 @@
 """A gateway over real gRPC whose answers a test determines."""
 
+import io
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -146,6 +148,15 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
     yield fake
     fake.cancelled.set()
     server.stop(grace=None).wait(timeout=5)
+
+
+Type = Callable[[str], None]
+
+
+@pytest.fixture
+def types(monkeypatch: pytest.MonkeyPatch) -> Type:
+    """Makes a text the standard input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`quire chat`: its requests in each turn, its commands, and Ctrl-C, which ends only an answer."""
 
-import io
 import os
 import pty
 import select
@@ -15,8 +14,8 @@ import pytest
 from quire.cli import main
 
 
-def say(monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = ()) -> int:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+def say(types: Any, *lines: str, flags: tuple[str, ...] = ()) -> int:
+    types("".join(f"{line}\n" for line in lines))
     return main(["chat", *flags])
 
 
@@ -24,19 +23,17 @@ def sent(gateway: Any) -> list[list[tuple[str, str]]]:
     return [[(m.role, m.content) for m in each.chat.messages] for each in gateway.requests]
 
 
-def test_each_turn_carries_the_conversation(
-    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    assert say(monkeypatch, "Hi", "", "And?", flags=("--system", "Be brief.")) == 0
+def test_each_turn_carries_the_conversation(hello: Any, types: Any, capsys: Any) -> None:
+    assert say(types, "Hi", "", "And?", flags=("--system", "Be brief.")) == 0
     assert capsys.readouterr().out == "Hello, world\nHello, world\n"
     first = [("system", "Be brief."), ("user", "Hi")]
     assert sent(hello) == [first, [*first, ("assistant", "Hello, world"), ("user", "And?")]]
     assert len({each.request_id for each in hello.requests}) == 2
 
 
-def test_reset_and_system(hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_reset_and_system(hello: Any, types: Any, capsys: Any) -> None:
     lines = ("Hi", "/system Be kind.", "And?", "/history", "/reset", "New", "/system", "Bare")
-    assert say(monkeypatch, *lines) == 0
+    assert say(types, *lines) == 0
     assert [len(each) for each in sent(hello)] == [1, 4, 2, 3]
     assert sent(hello)[2] == [("system", "Be kind."), ("user", "New")]
     assert sent(hello)[3][0] == ("user", "New")
@@ -45,32 +42,28 @@ def test_reset_and_system(hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: A
     )
 
 
-def test_the_temperature_suits_a_chat(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "a")
-    say(monkeypatch, "a", flags=("--temperature", "1.5"))
+def test_the_temperature_suits_a_chat(hello: Any, types: Any) -> None:
+    say(types, "a")
+    say(types, "a", flags=("--temperature", "1.5"))
     assert [each.sampling.temperature for each in hello.requests] == pytest.approx([0.7, 1.5])
 
 
-def test_sampling_flags_reach_every_turn(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "a", "b", flags=("--temperature", "0", "--max-tokens", "5", "--stop", "x"))
+def test_sampling_flags_reach_every_turn(hello: Any, types: Any) -> None:
+    say(types, "a", "b", flags=("--temperature", "0", "--max-tokens", "5", "--stop", "x"))
     assert [each.sampling.max_tokens for each in hello.requests] == [5, 5]
     assert [list(each.sampling.stop) for each in hello.requests] == [["x"], ["x"]]
 
 
 @pytest.mark.parametrize("ending", ["/exit", "/quit"])
-def test_exit_and_an_unknown_command(
-    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, ending: str
-) -> None:
-    assert say(monkeypatch, "/bogus", ending, "Hi") == 0
+def test_exit_and_an_unknown_command(hello: Any, types: Any, capsys: Any, ending: str) -> None:
+    assert say(types, "/bogus", ending, "Hi") == 0
     assert capsys.readouterr().err == "quire: no command /bogus; /help lists them\n"
     assert hello.requests == []
 
 
-def test_in_a_pipe_the_first_error_ends_the_command(
-    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_in_a_pipe_the_first_error_ends_the_command(hello: Any, types: Any, capsys: Any) -> None:
     hello.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
-    assert say(monkeypatch, "a", "b") == 1
+    assert say(types, "a", "b") == 1
     assert capsys.readouterr().err == "quire: the queue is full\n"
     assert len(hello.requests) == 1
 

@@ -1,6 +1,5 @@
 """`quire generate`: its requests, its output, and its end."""
 
-import io
 import json
 import os
 import signal
@@ -28,8 +27,8 @@ def test_raw_text_goes_as_it_is(hello: Any) -> None:
     assert hello.requests[0].text == "Once upon"
 
 
-def test_a_dash_reads_standard_input(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+def test_a_dash_reads_standard_input(hello: Any, types: Any) -> None:
+    types("from a pipe")
     assert main(["generate", "-"]) == 0
     assert hello.requests[0].chat.messages[0].content == "from a pipe"
 

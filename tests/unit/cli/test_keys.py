@@ -1,6 +1,5 @@
 """`quire keys` and `quire certs`, and the flags with which commands reach a protected gateway."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -66,12 +65,12 @@ def test_file_in_a_missing_directory_is_refused_and_makes_nothing(
     assert not file.parent.exists()
 
 
-def test_the_hash_of_a_key_of_ones_own(monkeypatch: Any, capsys: Any) -> None:
+def test_the_hash_of_a_key_of_ones_own(types: Any, capsys: Any) -> None:
     own = "0123456789abcdef" * 2
-    monkeypatch.setattr("sys.stdin", io.StringIO(own + "\n"))
+    types(own + "\n")
     assert main(["keys", "hash", "--file", "-"]) == 0
     assert capsys.readouterr().out.strip() == hash_key(own)
-    monkeypatch.setattr("sys.stdin", io.StringIO("short"))
+    types("short")
     assert main(["keys", "hash", "--file", "-"]) == 2
     assert "this one has 5" in capsys.readouterr().err
 
