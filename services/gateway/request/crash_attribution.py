@@ -28,18 +28,14 @@ class CrashAttribution:
         """The roles in which a worker died that had begun the request, with no token since."""
         self._num_losses: Counter[Role] = Counter()
         self._worker: Worker | None = None
-        self.has_begun = False
+        self._has_begun = False
 
-    def assign(self, worker: Worker) -> None:
-        """Note that the request goes to `worker`."""
-        self._worker, self.has_begun = worker, False
-
-    def unassign(self) -> None:
-        """Note that the request is at no worker."""
-        self._worker, self.has_begun = None, False
+    def assign(self, worker: Worker | None) -> None:
+        """Note that the request goes to `worker`, or is at no worker any more."""
+        self._worker, self._has_begun = worker, False
 
     def note_begun(self, worker: Worker) -> None:
-        self.has_begun = self.has_begun or worker is self._worker
+        self._has_begun = self._has_begun or worker is self._worker
 
     def note_token(self, worker: Worker) -> None:
         self._crashed.discard(worker.member.role)
@@ -49,8 +45,8 @@ class CrashAttribution:
         """Note that a worker was lost. Returns an error if the request fails with it."""
         if worker is not self._worker:
             return None
-        role, had_begun = worker.member.role, self.has_begun
-        self.unassign()
+        role, had_begun = worker.member.role, self._has_begun
+        self.assign(None)
         if died and had_begun:
             if role in self._crashed:
                 why = f"this request cannot be computed: its {role} worker died twice"

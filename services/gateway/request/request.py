@@ -259,7 +259,7 @@ class Request:
         `Attempt.next_attempt`."""
         self._cancel_pull()
         self.record.enter(phase)
-        self.crash_attribution.unassign()
+        self.crash_attribution.assign(None)
         self.attempt = self.attempt.next_attempt(self.next_number())
         self.num_attempts += 1
         self.waiting_since = self.clock()
@@ -325,7 +325,7 @@ class Request:
             return
         self._cancel_pull()
         if aborts:
-            self.crash_attribution.unassign()
+            self.crash_attribution.assign(None)
             self.attempt.close()
         self.move_to(RequestStatus.ENDED)
         self.record.end(self.output.finish_reason, error)

@@ -1,7 +1,6 @@
 """The leases of a request at workers. Each lease is released once, by `abort` or by `finish`."""
 
 import asyncio
-from contextlib import suppress
 
 from services.gateway.identity import client_id
 from services.gateway.workers.worker import PrefillLoad, Worker
@@ -67,32 +66,28 @@ class DecodeReservation(Lease):
     def __init__(self, worker: Worker, request_id: str, attempt: int, num_sequences: int) -> None:
         super().__init__(worker, request_id, attempt)
         self._num_asked = self._num_taken = num_sequences
-        self._answer: bool | None = None
-        self._answered = asyncio.Event()
+        self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         worker.num_taken_slots += num_sequences
         worker.send(Reserve(request_id, attempt, num_sequences))
 
     @property
     def granted(self) -> bool:
-        return self._answer is True
+        return self._answer.done() and self._answer.result()
 
     @property
     def refused(self) -> bool:
-        return self._answer is False
+        return self._answer.done() and not self._answer.result()
 
     def set_answer(self, granted: bool) -> None:
         """Note the worker's answer. Only the first one counts."""
-        if self._answer is None:
-            self._answer = granted
-            self._answered.set()
+        if not self._answer.done():
+            self._answer.set_result(granted)
 
     async def wait_for_answer(self, timeout_s: float) -> None:
         """Wait for the answer, the release or the timeout. A worker that does not answer in time
         gets no further reservation until it has answered."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._answered.wait()
-        if self._answer is None:  # the worker may still grant it, after the request has gone on
+        await asyncio.wait([self._answer], timeout=timeout_s)
+        if not self._answer.done():  # the worker may still grant it, after the request has gone on
             log.warning(
                 "reservation_unanswered",
                 request_id=client_id(self.request_id),
