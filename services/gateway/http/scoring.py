@@ -109,9 +109,7 @@ def scores_of(
 
 POOLED: Mapping[str, type[EmbeddingBody | ScoreBody | RerankBody]] = {
     "/v1/embeddings": EmbeddingBody,
-    "/v1/score": ScoreBody,
-    "/v1/rerank": RerankBody,
-    "/v2/rerank": RerankBody,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreBody),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), RerankBody),
 }
-"""The bodies of the paths that need embeddings. Jina's clients use /v1/rerank, and Cohere's
-/v2/rerank."""
+"""The bodies of the paths that need embeddings: vLLM's paths, Jina's and Cohere's."""

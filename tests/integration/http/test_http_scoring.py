@@ -22,6 +22,7 @@ def vectors(generator: FakeGenerator) -> None:
     }
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
 @pytest.mark.parametrize(
     ("one", "other", "scores"),
@@ -32,14 +33,14 @@ def vectors(generator: FakeGenerator) -> None:
     ],
 )
 async def test_pairs_are_scored(
-    http: httpx.AsyncClient, names: tuple[str, str], one: Any, other: Any, scores: Any
+    http: httpx.AsyncClient, path: str, names: tuple[str, str], one: Any, other: Any, scores: Any
 ) -> None:
-    answer = (await http.post("/v1/score", json=dict(zip(names, (one, other), strict=True)))).json()
+    answer = (await http.post(path, json=dict(zip(names, (one, other), strict=True)))).json()
     assert [(each["index"], each["score"]) for each in answer["data"]] == list(enumerate(scores))
     assert (answer["object"], answer["data"][0]["object"]) == ("list", "score")
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 async def test_documents_are_ranked(http: httpx.AsyncClient, path: str) -> None:
     answer = (await http.post(path, json=RANKED)).json()
     assert answer["results"] == [
