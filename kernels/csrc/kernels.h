@@ -323,8 +323,8 @@ struct Kernels {
   void (*largest)(const float* x, int64_t n, float* chunks);
   // Writes e^(x - largest) of one chunk of n logits to `powers`, [kLogitChunk], and 0 behind n.
   void (*exponentials)(const float* x, int64_t n, float largest, float* powers);
-  // Computes one chunk of n logits: scaled = (x - largest) / temperature, and the weights of these,
-  // each [kLogitChunk], with -inf and 0 behind n.
+  // Computes `scaled` = (x - largest) / temperature of one chunk of n logits, and its weights. Both
+  // are [kLogitChunk], with -inf and 0 behind n.
   void (*weigh)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                 float* weights);
   // The sum of the weights of each chunk of a row of n logits, without those whose scaled logit is

@@ -84,8 +84,8 @@ class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
     If a command raises InvalidRequest, the request that it names fails. `read_weights` reads the
-    weights again, and returns whether they are others than those that are served. `role` is the
-    service's; None for a worker with one role.
+    weights again, and returns whether they are others than those that are served. `role` is this
+    service's role; None means the only role of the worker.
     """
 
     def __init__(

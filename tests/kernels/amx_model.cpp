@@ -6,6 +6,7 @@
 #include "amx_model.h"
 
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <random>
 #include <utility>
@@ -68,6 +69,54 @@ void check_linear(WeightKind kind, int group, int m, int n, int k) {
   expect(is_finite, names[static_cast<int>(kind)], m);
 }
 
+// The number that a product with denormals flushed to 0 reads or writes.
+float flushed(float value) {
+  return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.0f, value) : value;
+}
+
+float flushed(bf16 value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return flushed(wide);
+}
+
+// One product of tiles has the bits of the order in isa/tiles.h, written out for one sum at a time.
+void check_product(int rows, int columns, int steps) {
+  uint8_t config[64] = {1};
+  const int shapes[][2] = {{rows, 4 * columns}, {rows, 4 * steps}, {steps, 4 * columns}};
+  for (int i = 0; i < 3; ++i) {
+    config[48 + i] = static_cast<uint8_t>(shapes[i][0]);
+    config[16 + 2 * i] = static_cast<uint8_t>(shapes[i][1]);
+  }
+  std::vector<bf16> x(rows * steps * 2), w(steps * columns * 2);
+  for (auto* all : {&x, &w})
+    for (size_t i = 0; i < all->size(); ++i)
+      (*all)[i] = i % 16 == 5 ? generator() & 0x807f : random_bf16();  // some are denormal
+  std::vector<float> sums(rows * columns, 0.1f), expected = sums;
+  modelled::amx_model::load_config(config);
+  modelled::amx_model::load(0, sums.data(), 4 * columns);
+  modelled::amx_model::load(1, x.data(), 4 * steps);
+  modelled::amx_model::load(2, w.data(), 4 * columns);
+  modelled::amx_model::multiply_bf16(0, 1, 2);
+  modelled::amx_model::store(0, sums.data(), 4 * columns);
+  modelled::amx_model::release();
+  for (int row = 0; row < rows; ++row)
+    for (int column = 0; column < columns; ++column) {
+      float chains[2] = {0.0f, 0.0f};
+      for (int step = 0; step < steps; ++step)
+        for (int half = 0; half < 2; ++half)
+          chains[half] =
+              flushed(std::fmaf(flushed(x[(row * steps + step) * 2 + half]),
+                                flushed(w[(step * columns + column) * 2 + half]), chains[half]));
+      float& sum = expected[row * columns + column];
+      sum = flushed(sum + flushed(chains[0] + chains[1]));
+    }
+  if (std::memcmp(sums.data(), expected.data(), sums.size() * sizeof(float)) == 0) return;
+  std::fprintf(stderr, "a product of %d steps has other bits\n", steps);
+  ++num_wrong;
+}
+
 struct Heads {
   int num, num_kv, dim, block_size;
 };
@@ -124,6 +173,8 @@ void check_attention(Heads heads, int queries, int context, int window, bool is_
 
 int main() {
   using namespace quire;
+  for (int steps = 1; steps <= 16; ++steps)
+    check_product(16 - steps / 3, 8 + steps / 16 * 8, steps);
   const std::pair<WeightKind, int> kinds[] = {{WeightKind::bf16, 0},
                                               {WeightKind::int8, 16},
                                               {WeightKind::int8, 32},

@@ -1,5 +1,6 @@
-"""The kernels for AMX on a model of its instructions, on any CPU: they configure, load and store
-tiles as the manual requires, and read nothing outside their arguments, by AddressSanitizer."""
+"""The kernels for AMX on a model of its instructions, on any CPU. They configure, load and store
+tiles as the manual requires, add products in the documented order, and read nothing outside their
+arguments, by AddressSanitizer."""
 
 import subprocess
 from pathlib import Path

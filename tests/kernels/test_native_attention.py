@@ -359,9 +359,18 @@ def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu
     assert torch.equal(corrupted[[0, 2]], whole[[0, 2]])
 
 
-@pytest.mark.parametrize("head_dim", [7, 258])
-def test_heads_that_the_kernels_cannot_do_are_refused(head_dim: int) -> None:
-    geometry = Geometry(block_size=4, num_heads=2, num_kv_heads=1, head_dim=head_dim)
-    batch = paged_batch(geometry, [(1, 5)], seed=0)
-    with pytest.raises(ValueError, match="odd size or of more than 256"):
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "problem"),
+    [
+        (2, 7, "odd size or of more than 256"),
+        (2, 258, "odd size or of more than 256"),
+        (513, 8, "more query heads of a KV head"),
+    ],
+)
+def test_heads_that_the_kernels_cannot_do_are_refused(
+    num_heads: int, head_dim: int, problem: str
+) -> None:
+    geometry = Geometry(block_size=4, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim)
+    batch = paged_batch(geometry, [(3, 5)], seed=0)
+    with pytest.raises(ValueError, match=problem):
         paged.attend(kvops.backend("cpu"), batch)

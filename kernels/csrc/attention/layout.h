@@ -1,5 +1,5 @@
-// The scratch memory of a call of attention. Its rows are queries of one head; columns are those of
-// `num_columns`.
+// The scratch memory of a call of attention. Its rows are queries of one head, and
+// `num_columns` counts its columns.
 #pragma once
 
 #include "attention/softmax.h"
@@ -10,16 +10,16 @@ namespace quire::QUIRE_ISA {
 
 // Each part begins at a multiple of 64 bytes.
 struct AttentionScratch {
-  uint32_t* tile;           // keys [steps, kTile], then values [kTile / per_word, columns]
-  uint32_t* queries;        // [rows, steps]
-  float* scores;            // [rows, kTile]
-  uint32_t* probabilities;  // [rows, kTile / per_word]
-  float* sums;              // [rows, columns]: values times probabilities
-  SoftmaxState* states;     // [rows]
-  float* corrections;       // [rows]: the current tile's factors of the sums
-  float* begun_sums;        // over shared positions, of rows that then continue alone
-  SoftmaxState* begun_states;
-  size_t num_bytes;  // of all
+  uint32_t* tile;              // keys [steps, kTile], then values [kTile / per_word, columns]
+  uint32_t* queries;           // [rows, steps]
+  float* scores;               // [rows, kTile]
+  uint32_t* probabilities;     // [rows, kTile / per_word]
+  float* sums;                 // [rows, columns]: values times probabilities
+  SoftmaxState* states;        // [rows]
+  float* corrections;          // [rows]: the current tile's factors of the sums
+  float* begun_sums;           // [rows, columns]: the sums over positions that rows share
+  SoftmaxState* begun_states;  // [rows]
+  size_t num_bytes;            // of the whole memory
 
   AttentionScratch(const AttentionCall& call, void* memory) {
     const int64_t columns = num_columns(call.dtype, call.head_dim);

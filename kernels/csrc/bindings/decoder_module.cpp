@@ -162,6 +162,9 @@ class BoundDecoder {
                const std::vector<const LayerWeights*>& layers, Array embedding, Array final_norm)
       : shape_(shape), num_layers_(layers.size()), embedding_(embedding), final_norm_(final_norm) {
     check(shape);
+    const Kernels& kernels = kernels_called(isa);
+    require(shape.num_heads / shape.num_kv_heads <= kernels.attention_rows,
+            "more query heads of a KV head than one piece of attention has");
     std::vector<Layer> checked;
     for (const LayerWeights* layer : layers) checked.push_back(layer->checked(shape));
     kind_ = checked.front().qkv->kind;
@@ -169,8 +172,8 @@ class BoundDecoder {
       for (const Linear* linear : linears_of(layer))
         require((linear->kind == WeightKind::f32) == (kind_ == WeightKind::f32),
                 "float32 linears beside linears of another kind");
-    decoder_ = std::make_unique<Decoder>(kernels_called(isa), pool, shape, std::move(checked),
-                                         embedding.data(), float_type(embedding, "embedding"),
+    decoder_ = std::make_unique<Decoder>(kernels, pool, shape, std::move(checked), embedding.data(),
+                                         float_type(embedding, "embedding"),
                                          floats(final_norm, shape.hidden, "final_norm"));
   }
 

@@ -90,6 +90,8 @@ class Ops {
     call.kv = kv_layer_of(kv_layer, call.dtype, call.num_kv_heads, call.head_dim);
     require(call.head_dim % 2 == 0 && call.head_dim <= kMostHeadDim,
             "heads of an odd size or of more than 256");
+    require(call.num_heads / call.num_kv_heads <= kernels_.attention_rows,
+            "more query heads of a KV head than one piece of attention has");
     require(q.stride(1) == call.head_dim && out.stride(1) == call.head_dim,
             "q's or out's heads are not contiguous");
     call.window = window;

@@ -7,7 +7,7 @@
 
 namespace quire {
 
-// Memory for the input rows of one linear after another, which grows and is kept.
+// Memory for the input rows of a linear. The next linear uses it again; it grows as needed.
 class InputRows {
  public:
   // Makes room for m rows of up to `width` elements, before the lanes run.

@@ -176,7 +176,7 @@ def profile(
     runner = new_runner(pool.kv)
     runner.run_largest_step(num_tokens, num_rows)
     activations, other, graphs = meter.peak() - before, meter.other(), 0
-    if graph_rows:  # their temporaries are in memory of their own, which the peak does not show
+    if graph_rows:  # the temporaries of graphs are in memory that the peak does not show
         used = meter.used()
         runner.capture_graphs(graph_rows, num_tokens, new_graph, max_lora_rank)
         graphs = max(0, meter.used() - used)

@@ -29,7 +29,8 @@ class Advance:
     """None while the group runs on. Otherwise the engine has dropped the group: no step touches its
     blocks any more, and its sequences of this state, if any, continue elsewhere."""
     fault: Fault | None = None
-    """Why the engine has dropped the group: one of its rows failed. The rest of the step counts."""
+    """The fault of a row for which the engine has dropped the group; the rest of the step counts.
+    None if no row failed."""
     broken: tuple[tuple[int, PrefixHash], ...] = ()
     """(Block id, prefix hash) of all full blocks of a failed group, adopted ones too. Their KV may
     be the cause, so they must leave the prefix index."""

@@ -34,7 +34,7 @@ class Feed:
         self._closed = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield events until the feed closes. Overloaded: too many viewers."""
+        """Yield events until the feed closes. Raises Overloaded if there are too many viewers."""
         if self._num_viewers >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} pages view this dashboard; close one", 1.0)
         self._num_viewers += 1
@@ -68,7 +68,8 @@ class Feed:
 
     async def _run(self) -> None:
         while True:
-            self._event = b"data: %b\n\n" % to_json(await self._build())
+            # The name tells pages of the version before that the event is no change of a document.
+            self._event = b"event: whole\ndata: %b\n\n" % to_json(await self._build())
             self._number += 1
             self._changes.notify()
             await asyncio.sleep(until_tick(self._interval_s))

@@ -25,7 +25,8 @@ MAX_UNREAD_TOKENS = 8192
 """Unread tokens of one sequence above which a request is cancelled."""
 
 MAX_STALL_S = 15.0
-"""How long a client may take a delta, while tokens come, before its request is cancelled."""
+"""The longest time between two reads of a client before its request is cancelled. It is compared
+when tokens come."""
 
 
 class Meter(Protocol):

@@ -49,7 +49,7 @@ class Root(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """One request: what is known at its end, or now."""
+    """The record of a request that runs or has ended."""
 
     request_id: str
     """The client's id."""
@@ -57,7 +57,7 @@ class Record:
     stats: "RequestStats | None" = None
     """None if the request was refused before it was queued."""
     trace: "RequestTrace | None" = None
-    """It is told each phase, too; None if the request is not traced, or has ended."""
+    """The trace, which gets each phase too; None if the request is not traced, or has ended."""
     order: int = 0
     """See `queue_order`."""
     model: str = ""
@@ -83,7 +83,7 @@ class Record:
     """The last events, each with the seconds since the request's arrival."""
     num_forgotten: int = 0
     ended_s: float | None = None
-    """None while the request runs."""
+    """The seconds from the request's arrival to its end; None while it runs."""
     placement: list[str] = field(default_factory=list)
     """The names of the workers that had the request, in order."""
     first_prefill_s: float | None = None

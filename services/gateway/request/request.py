@@ -118,7 +118,7 @@ class Request:
         self.crash_attribution = CrashAttribution()
         self.record = self._new_record(order)
         self.pull_task: asyncio.Task[None] | None = None
-        """Copies the KV to another pool; None if nothing is copied."""
+        """The task that copies the KV to another pool; None if nothing is copied."""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.watch_deadline()
 

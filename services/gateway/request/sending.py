@@ -100,8 +100,7 @@ def _pull_ticket(request: Request, ticket: Ticket, decode: Worker) -> None:
 
     def go_on(pulled: DetachedTicket | None, problem: str) -> None:
         if pulled is None:
-            why = problem or "the mover answered without a ticket"
-            request.retry_or_fail(f"its KV was not copied to {target}: {why}")
+            request.retry_or_fail(f"its KV was not copied to {target}: {problem}")
             return
         request.attempt.replace_detached(pulled)
         cause = f"because {ticket.pool_id} had no slot for it"
@@ -121,12 +120,13 @@ def _pull(
     target_pool_id: str,
     go_on: Callable[[DetachedTicket | None, str], None],
 ) -> None:
-    """Copy a ticket's KV, in a task; then call `go_on` with the copied ticket, or with None if only
-    a prefix was copied, or nothing for the reason that it gets."""
+    """Copy a ticket's KV in a task, which then calls `go_on` with the copied ticket. The ticket is
+    None if the mover copied only a prefix, or nothing; the text that follows says which."""
 
     async def run() -> None:
         try:
-            go_on(await request.host.pull(ticket, source_pool_id, target_pool_id), "")
+            pulled = await request.host.pull(ticket, source_pool_id, target_pool_id)
+            go_on(pulled, "the mover copied only a prefix")
         except Exception as error:  # our own fault must not leave the request without attempt
             log.warning(
                 "pull_failed",
@@ -136,7 +136,7 @@ def _pull(
                 reason=str(error),
                 exc_info=None if isinstance(error, QuireError) else error,
             )
-            go_on(None, str(error))
+            go_on(None, str(error) or repr(error))
 
     request.move_to(RequestStatus.PULLING)
     request.pull_task = asyncio.create_task(run(), name=f"pull {ticket.request_id}")

@@ -25,10 +25,11 @@ from services.gateway.workers.worker import Worker
 from services.runtime.errors import NoWorker, PromptTooLong
 
 RETRY_S = 0.25
-"""When decode workers that have refused are asked again, if no change is reported before."""
+"""The time until decode workers that have refused are asked again, if no change comes before."""
 
 _NO_WORKERS_S = 1.0
-"""When pools are looked at again without a change: a mover may be tried again after a failure."""
+"""The time until pools are looked at again without a change: a mover may be tried again after a
+failure."""
 
 AT_ONCE = 0.0
 """A delay: the next request may be placed at once."""
@@ -49,7 +50,8 @@ class ModelQueue:
         self.waiting = RequestQueue[Request]()
         self._model = model
         self._without_workers_since: float | None = None
-        """When the model lost its workers; None if it has some, or they are starting."""
+        """The time at which the model lost its workers; None if it has some, or some are
+        starting."""
         self._retention = retention
         self._workers = workers
         self._router = router

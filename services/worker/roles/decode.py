@@ -261,7 +261,8 @@ class Decode(Role[DecodeJob]):
         self._outputs.clear()
 
     def _on_advance(self, job: DecodeJob, advance: Advance) -> None:
-        """Apply a step, whose outputs the gateway gets unless it has aborted the request."""
+        """Apply what a step did with a group, or the end of the group. The gateway gets the outputs
+        of the step unless it has aborted the request."""
         worker = self.worker
         if advance.remaining is not None and advance.remaining.sequences:
             assert job.ending is not None

@@ -31,7 +31,7 @@ class Source:
 
 def parsed(event: bytes) -> Any:
     assert event.endswith(b"\n\n")
-    return json.loads(event.removeprefix(b"data: "))
+    return json.loads(event.removeprefix(b"event: whole\ndata: "))
 
 
 async def to_the_end(events: AsyncGenerator[bytes, None]) -> None:
