@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_in_admission_is_logged_and_counted(make_harn
         await call.cancel()
     (line,) = [line for line in logs if line["event"] == "request_refused"]
     assert (line["request_id"], line["outcome"]) == ("r1", "cancelled")
-    labels = {"model_name": "", "reason": "cancelled"}
+    labels = {"model_name": "", "code": "cancelled"}
     assert harness.request_metrics.get_sample_value("quire:request_failure_total", labels) == 1
     assert harness.assembly.dispatcher.num_waiting == 0
 
