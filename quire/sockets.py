@@ -1,17 +1,22 @@
 """Sockets of gateways: sockets of ports, and Unix sockets for operations in the run's directory.
 
-A gateway that restarts uses the same path again, and one that takes another's place takes over its
-path. A starting gateway removes the sockets of dead gateways, such as the socket of a
+A gateway that restarts uses the same path again. A gateway that starts beside the one in whose
+place it is to serve has a path of its own until it serves, so that the other one's path stays if it
+never does. A starting gateway removes the sockets of dead gateways, such as the socket of a
 container that was killed and replaced.
 """
 
 import hashlib
+import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 _PATTERN = "operations-*.sock"
 _CONNECT_LIMIT_S = 1.0
+_CREDENTIALS = struct.Struct("iII")
+"""The process, the user and the group of a Unix socket's other end, as the kernel reports them."""
 _NEW_S = 10.0
 """A younger socket counts as alive: it exists a moment before its gateway listens on it."""
 
@@ -41,14 +46,28 @@ def operations_socket(run: Path, host: str, port: int) -> Path:
     return run / f"operations-{name}.sock"
 
 
+def starting_socket(run: Path, host: str, port: int) -> Path:
+    """The path for a gateway that starts as this process: `operations_socket`, or a path of its
+    own while another gateway listens there."""
+    path = operations_socket(run, host, port)
+    if _listener(path) is None:
+        return path
+    return operations_socket(run, f"{host}, process {os.getpid()}", port)
+
+
+def socket_of(run: Path, pid: int | None) -> Path | None:
+    """The socket on which a process listens; None if it listens on none."""
+    return next((path for path in _sockets(run) if pid and _listener(path) == pid), None)
+
+
 def living_sockets(run: Path) -> list[Path]:
     """The sockets that a gateway listens on, oldest first."""
-    return [path for path in _sockets(run) if _is_listening(path)]
+    return [path for path in _sockets(run) if _listener(path) is not None]
 
 
 def remove_dead_sockets(run: Path) -> None:
     for path in _sockets(run):
-        if time.time() - _made_at(path) > _NEW_S and not _is_listening(path):
+        if time.time() - _made_at(path) > _NEW_S and _listener(path) is None:
             path.unlink(missing_ok=True)
 
 
@@ -64,11 +83,15 @@ def _made_at(path: Path) -> float:
         return time.time()
 
 
-def _is_listening(path: Path) -> bool:
+def _listener(path: Path) -> int | None:
+    """The id of the process that listens on a socket, 0 if it is in another container; None if
+    nobody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_LIMIT_S)
         try:
             probe.connect(str(path))
         except OSError:
-            return False
-        return True
+            return None
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _uid, _gid = _CREDENTIALS.unpack(credentials)
+    return int(pid)

@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.reports import Upgrade
-from quire.sockets import living_sockets, operations_socket
+from quire.sockets import living_sockets, operations_socket, socket_of
 from quire.supervisor.child import Child, ChildSpec, Stage
 from quire.supervisor.models import ROLES
 from quire.supervisor.roles import Roles
@@ -129,18 +129,20 @@ class Upgrader:
                 yield [each for each in pair if each is not None]
 
     async def _replace_gateway(self, old: Child) -> None:
-        port = int(old.spec.environment["QUIRE_GATEWAY_PORT"])
-        path = operations_socket(self._run, socket.gethostname(), port)
-        of_old = _inode(path)
         new = self._start(self._spec(old))
 
         async def serves() -> bool:
-            if _inode(path) == of_old:
+            path = socket_of(self._run, new.pid)
+            if path is None:
                 return False
             async with AsyncClient(f"unix:{path}") as client:
                 return await client.is_ready()
 
         await self._wait_until([new], serves, GATEWAY_START_S)
+        path = socket_of(self._run, new.pid)
+        if path is not None:
+            port = int(old.spec.environment["QUIRE_GATEWAY_PORT"])
+            path.replace(operations_socket(self._run, socket.gethostname(), port))
         old.retire()
         self._steps.append(
             f"{new.name} serves; its old process takes no new requests, and ends with its last one."
@@ -204,14 +206,6 @@ class Upgrader:
             names = " and ".join(new.name for new in news)
             text = str(error) or f"{names} did not serve after {limit_s:g} s; its log says why"
             raise _Failed(text) from error
-
-
-def _inode(path: Path) -> int:
-    """The number of the file, or 0 if there is none."""
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return 0
 
 
 async def _answers(serve: Callable[[], Awaitable[bool]]) -> bool:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from blockstore.errors import BlockStoreError
 from blockstore.registry import Registry, Role
 from blockstore.store import BlockStore
-from quire.sockets import operations_socket, remove_dead_sockets
+from quire.sockets import remove_dead_sockets, starting_socket
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest
 from services.gateway.access.guards import KeyGuard
@@ -277,8 +277,8 @@ class _Listeners:
         one is set. The run's user also uses the models there, without a key."""
         settings = self.settings
         server = self._server(has_operations=True)
-        path = operations_socket(settings.run_dir, socket.gethostname(), public_port)
         remove_dead_sockets(settings.run_dir)
+        path = starting_socket(settings.run_dir, socket.gethostname(), public_port)
         port = await server.start_local(path, "127.0.0.1", settings.operations_port)
         self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
         log.info("operations_listening", socket=str(path), port=port)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grpc
 
+from quire.client import Client
+from quire.sockets import living_sockets
 from quire.v1.supervisor_pb2 import UpgradeRequest, UpgradeResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
 from tests.waiting import wait_until
@@ -76,6 +78,30 @@ def test_an_upgrade_ends_where_a_new_process_does_not_start(start: Callable[...,
     )
     assert run.pids("gateway") != [gateway]
     assert run.end() == 0
+
+
+def test_a_gateway_that_does_not_start_leaves_the_operations_to_the_one_before(
+    start: Callable[..., Run],
+) -> None:
+    """The command gets the upgrade's failure from that gateway, and operations go on there. The
+    next upgrade replaces it; the path of its socket stays."""
+    run = start()
+    run.wait_until_serving()
+    (gateway,) = run.pids("gateway")
+    (socket,) = living_sockets(run.directory)
+    (run.directory / "gateway-cannot-start").touch()
+    ended = upgraded(run)
+    assert ended.failure == "gateway does not start: error: there is no memory"
+    assert run.pids("gateway") == [gateway]
+    with Client(f"unix:{socket}") as client:
+        assert {each.role for each in client.workers()} >= {"prefill", "decode"}
+    wait_until(lambda: living_sockets(run.directory) == [socket], explain=run.text)
+    (run.directory / "gateway-cannot-start").rename(run.directory / "decode-cannot-start")
+    assert upgraded(run).failure.startswith("decode-2 does not start")
+    wait_until(lambda: gateway not in run.pids("gateway"), explain=run.text)
+    assert living_sockets(run.directory) == [socket]
+    with Client(f"unix:{socket}") as client:
+        assert {each.role for each in client.workers()} >= {"prefill", "decode"}
 
 
 def test_the_next_supervisor_keeps_the_services_of_the_one_before(

@@ -1,5 +1,6 @@
 """Operations find a run of this host by the sockets in its directory."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +12,13 @@ import pytest
 from quire.cli import main
 from quire.cli.runs import run_address
 from quire.errors import Unreachable
-from quire.sockets import living_sockets, operations_socket, remove_dead_sockets
+from quire.sockets import (
+    living_sockets,
+    operations_socket,
+    remove_dead_sockets,
+    socket_of,
+    starting_socket,
+)
 from quire.supervisor.errors import ServeError
 
 
@@ -100,6 +107,28 @@ def test_sockets_of_dead_gateways_are_removed_once_they_are_old(
     remove_dead_sockets(run)
     assert not dead.exists()
     assert living_sockets(run) == [operations_socket(run, "here", 1)]
+
+
+def test_a_gateway_has_the_same_path_again_unless_another_one_listens_there(runs: Runs) -> None:
+    run = runs.add("50051-aaaaaaaa")
+    usual = operations_socket(run, "here", 1)
+    own = starting_socket(run, "here", 1)
+    assert own != usual
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(own))
+        listener.listen()
+        assert living_sockets(run) == [usual, own]
+    dead = runs.add_dead("50051-aaaaaaaa")
+    assert starting_socket(run, "another container", 1) == dead
+    assert starting_socket(run, "here", 2) == operations_socket(run, "here", 2)
+
+
+def test_the_socket_of_a_gateway_is_found_by_its_process(runs: Runs) -> None:
+    run = runs.add("50051-aaaaaaaa")
+    runs.add_dead("50051-aaaaaaaa")
+    assert socket_of(run, os.getpid()) == operations_socket(run, "here", 1)
+    assert socket_of(run, os.getppid()) is None
+    assert socket_of(run, None) is None
 
 
 def test_commands_take_the_run_of_the_environment(

@@ -3,6 +3,7 @@
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from grpc_health.v1.health import HealthServicer
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from quire.sockets import operations_socket
+from quire.sockets import starting_socket
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
 from quire.v1.block_manager_pb2_grpc import BlockManagerServicer, add_BlockManagerServicer_to_server
@@ -64,8 +65,9 @@ for each in (server, operations):
 add_BlockManagerServicer_to_server(Gateway(), operations)
 server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
 port = int(os.environ["QUIRE_GATEWAY_PORT"])
-path = operations_socket(run_dir("gateway"), socket.gethostname(), port)
-operations.add_insecure_port(f"unix:{path}")
+path = starting_socket(run_dir("gateway"), socket.gethostname(), port)
+operations.add_insecure_port(f"unix:{path}-bound")  # gRPC removes this path when it ends
+Path(f"{path}-bound").rename(path)
 server.start()
 operations.start()
 run("gateway")
