@@ -17,8 +17,8 @@ log = get_logger(__name__)
 @contextmanager
 def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]:
     """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Calls that
-    change nothing, which dashboards and `quire scale --wait` make all the time, are logged at level
-    debug."""
+    change nothing, which dashboards, `quire scale --wait` and `quire upgrade` make all the time,
+    are logged at level debug."""
     outcome = "cancelled"
     try:
         yield
@@ -29,8 +29,7 @@ def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]
     finally:
         if isinstance(request, Message):
             request = MessageToDict(request, preserving_proto_field_name=True)
-        only_reads = method.startswith("List") or (method == "Scale" and not _scales(request))
-        write = log.debug if only_reads else log.info
+        write = log.debug if _only_reads(method, request) else log.info
         write(
             "operation_performed",
             operator=current_caller(EVERYONE).key.lstrip("~") or "anybody",
@@ -40,6 +39,13 @@ def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]
         )
 
 
-def _scales(request: Mapping[str, Any]) -> bool:
-    """Whether a request of Scale changes the number of workers, and does not only ask for it."""
-    return "num_prefill" in request or "num_decode" in request
+def _only_reads(method: str, request: Mapping[str, Any]) -> bool:
+    """Whether the call asks for a state: a listing, how many workers there are, or how far an
+    upgrade is."""
+    match method:
+        case "Scale":
+            return not {"num_prefill", "num_decode"} & request.keys()
+        case "Upgrade":
+            return not request.get("begin")
+        case _:
+            return method.startswith("List")

@@ -6,11 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from quire.api_keys import ApiKey, hash_key
 from quire.types import Beam, Sampling
+from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
+from quire.v1.supervisor_pb2 import ScaleRequest, UpgradeRequest
 from services.gateway.access.account import Account
+from services.gateway.access.audit import audited
 from services.gateway.access.caller import (
     EVERYONE,
     Caller,
@@ -232,3 +237,24 @@ async def test_without_keys_a_grpc_client_is_its_address() -> None:
         assert current_caller().client == client
         assert GenerationRequest("x").caller.client == client
     assert Caller(key="alice", tenant="acme").client == "acme"
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "level"),
+    [
+        ("Upgrade", UpgradeRequest(begin=True), "info"),
+        ("Upgrade", UpgradeRequest(), "debug"),
+        ("Scale", ScaleRequest(num_decode=0), "info"),
+        ("Scale", ScaleRequest(), "debug"),
+        ("ListWorkers", ListWorkersRequest(), "debug"),
+        ("DrainWorker", DrainWorkerRequest(worker_id="w-1"), "info"),
+    ],
+)
+def test_only_operations_that_change_something_are_logged_as_performed(
+    method: str, request_: Message, level: str
+) -> None:
+    """`quire upgrade` and `quire scale --wait` ask several times a second how far it is."""
+    with capture_logs() as lines, audited(method, request_):
+        pass
+    (line,) = lines
+    assert (line["event"], line["log_level"]) == ("operation_performed", level)
