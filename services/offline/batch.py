@@ -38,10 +38,11 @@ class BatchError(Exception):
 
 
 def answer_file(input_file: Path, output_file: Path, model: str, **settings: Any) -> int:
-    """Answer the requests that have no answer yet; returns how many failed. Raises BatchError, and
-    QuireError if the model cannot run here."""
+    """Answer the requests that have no answer yet; returns how many answers of the output file are
+    errors, those of earlier runs too. Raises BatchError, and QuireError if the model cannot run
+    here."""
     requests = read_requests(input_file)
-    answered = answered_ids(output_file, requests)
+    answered = earlier_answers(output_file, requests)
     left = [request for request in requests if request.custom_id not in answered]
     try:
         output = output_file.open("ab", buffering=0)
@@ -51,8 +52,12 @@ def answer_file(input_file: Path, output_file: Path, model: str, **settings: Any
     with output, LLM(model, **settings) as llm, bar:
         answer = partial(answer_whole, llm.engine)
         num_failed = llm.run(run_batch(answer, left, output, llm.num_at_once, bar.update))
-    print(f"{len(left)} answered, {num_failed} of them with an error; {len(answered)} before")
-    return num_failed
+    failed_before = sum(answered.values())
+    print(
+        f"{len(left)} answered, {num_failed} of them with an error; {len(answered)} before, "
+        f"{failed_before} of them with an error"
+    )
+    return num_failed + failed_before
 
 
 class BatchRequest(BaseModel, frozen=True):
@@ -87,16 +92,16 @@ def read_requests(path: Path) -> list[BatchRequest]:
     return list(requests.values())
 
 
-def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
-    """The requests whose answers an output file has already. Cuts off a last line that is not
-    complete. Raises BatchError, and leaves the file as it is, if it has anything else than answers
-    to these requests."""
+def earlier_answers(path: Path, requests: Iterable[BatchRequest]) -> dict[str, bool]:
+    """The requests whose answers an output file has already, by id, and whether each answer is an
+    error. Cuts off a last line that is not complete. Raises BatchError, and leaves the file as it
+    is, if it has anything else than answers to these requests."""
     if not path.exists():
-        return set()
+        return {}
     content = _content(path)
     end = content.rfind(b"\n") + 1
     known = {request.custom_id for request in requests}
-    answered = set()
+    answered = {}
     for number, value in _lines(path, end):
         if not isinstance(value, dict) or not isinstance(value.get("response"), dict):
             raise BatchError(f"{path}, line {number}: not an answer; name another output file")
@@ -106,7 +111,7 @@ def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
                 f"{path}, line {number}: an answer to {custom_id!r}, which is no request of this "
                 "batch; name another output file"
             )
-        answered.add(custom_id)
+        answered[custom_id] = value["response"].get("status_code") != 200
     begun = content[end:]
     if not begun.startswith(_BEGINNING[: len(begun)]):
         raise BatchError(f"{path}: its end is no answer; name another output file")

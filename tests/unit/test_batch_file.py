@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.offline.batch import BatchError, BatchRequest, answered_ids, read_requests, run_batch
+from services.offline.batch import (
+    BatchError,
+    BatchRequest,
+    earlier_answers,
+    read_requests,
+    run_batch,
+)
 
 GOOD: dict[str, Any] = {
     "custom_id": "a",
@@ -54,16 +60,26 @@ def test_input_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
 
 def test_output_without_its_last_newline_loses_that_line(tmp_path: Path) -> None:
     requests = read_requests(write(tmp_path / "in", GOOD, GOOD | {"custom_id": "b"}))
-    line = '{"custom_id": "a", "response": {}}\n'
+    line = '{"custom_id": "a", "response": {"status_code": 200}}\n'
     (tmp_path / "out").write_text(line + '{"id": "batch_req_1')
-    assert answered_ids(tmp_path / "out", requests) == {"a"}
+    assert earlier_answers(tmp_path / "out", requests) == {"a": False}
     assert (tmp_path / "out").read_text() == line
+
+
+def test_answers_of_an_earlier_run_that_are_errors_are_known(tmp_path: Path) -> None:
+    """So that the same command, run again, does not end as if all had succeeded."""
+    requests = read_requests(write(tmp_path / "in", GOOD, GOOD | {"custom_id": "b"}))
+    earlier = [
+        {"custom_id": name, "response": {"status_code": status}}
+        for name, status in (("a", 404), ("b", 200))
+    ]
+    assert earlier_answers(write(tmp_path / "out", *earlier), requests) == {"a": True, "b": False}
 
 
 def test_output_of_another_batch_is_refused(tmp_path: Path) -> None:
     requests = read_requests(write(tmp_path / "in", GOOD))
     with pytest.raises(BatchError, match="line 1: an answer to 'z'"):
-        answered_ids(write(tmp_path / "out", {"custom_id": "z", "response": {}}), requests)
+        earlier_answers(write(tmp_path / "out", {"custom_id": "z", "response": {}}), requests)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,7 @@ def test_output_that_is_another_file_is_refused_and_kept(content: str, tmp_path:
     requests = read_requests(write(tmp_path / "in", GOOD))
     (tmp_path / "out").write_text(content)
     with pytest.raises(BatchError, match="out"):
-        answered_ids(tmp_path / "out", requests)
+        earlier_answers(tmp_path / "out", requests)
     assert (tmp_path / "out").read_text() == content
 
 

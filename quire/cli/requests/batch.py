@@ -34,7 +34,11 @@ def batch(
 ) -> int:
     """Answer a file of requests in OpenAI's batch format, without a server.
 
-    Exit status: 1 if some requests failed or the model cannot run here, 2 if a file is not usable.
+    The body of a request has no "model", or the name by which `quire serve` would serve it: that
+    of the directory or file, the Hugging Face id, or SmolLM2-135M-Instruct for `demo`. A request
+    with an answer in OUT, even an error, is not answered again.
+
+    Exit status: 1 if OUT has errors or the model cannot run here, 2 if a file is not usable.
     """
     find_model(asked.model)  # before PyTorch is imported, which takes seconds
     from services.offline.batch import BatchError, answer_file
