@@ -44,9 +44,15 @@ def find_model(name: str, *, offline: bool = False) -> ModelSource:
     in the local Hugging Face cache is downloaded, unless `offline`. Raises ModelNotFound."""
     if name == DEMO:
         return ModelSource(_DEMO_NAME, _demo_file(), _DEMO_SETTINGS)
+    if not name:
+        raise ModelNotFound(
+            "the model is empty: name a directory, a GGUF file, a Hugging Face id, or demo"
+        )
     directory = Path(name).expanduser()
     if directory.is_dir() or (directory.exists() and _is_gguf(directory)):
         return ModelSource(default_name(directory), directory.absolute())
+    if directory.suffix == ".gguf" and directory.exists():
+        raise ModelNotFound(f"{name} is not a GGUF file: it does not begin with {_GGUF.decode()}")
     if directory.exists():
         raise ModelNotFound(
             f"{name} is a file; a model is a directory in Hugging Face format, or a GGUF file"

@@ -58,8 +58,11 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
     together."""
     if options.models and options.model is not None:
         raise ServeError(f"--model {options.model} and {options.models[0]} both name models")
-    given = [_split(text) for text in options.models or [options.model or DEMO]]
+    model = DEMO if options.model is None else options.model
+    given = [_split(text) for text in options.models or [model]]
     if options.model_name is not None:
+        if not options.model_name:
+            raise ServeError("--served-model-name is empty: name the model, or leave the flag out")
         if len(given) > 1 or given[0][0]:
             raise ServeError("--served-model-name is for one MODEL without names of its own")
         given = [(options.model_name, given[0][1])]

@@ -32,6 +32,22 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
         find_model(str(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.parametrize("content", [b"", b"some text"])
+def test_a_file_of_that_name_that_is_no_gguf_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelNotFound, match=r"tiny\.gguf is not a GGUF file"):
+        find_model(str(path))
+
+
+def test_an_empty_name_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="the model is empty"):
+        find_model("")
+
+
 @pytest.mark.parametrize("file", ["tiny-q4.gguf", "tiny-q4-00001-of-00003.gguf"])
 def test_a_gguf_file_is_a_model(tmp_path: Path, file: str) -> None:
     path = tmp_path / file
