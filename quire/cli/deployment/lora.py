@@ -1,5 +1,6 @@
 """`quire lora`: loads, lists and unloads LoRA adapters of a running deployment."""
 
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option, Typer
@@ -20,13 +21,19 @@ _Name = Annotated[str, Argument(metavar="NAME", help="what requests name as thei
 
 def load(
     name: _Name,
-    directory: Annotated[str, Argument(metavar="DIR", help="as PEFT writes it, on the servers")],
+    directory: Annotated[
+        Path,
+        Argument(
+            metavar="DIR",
+            help="as PEFT writes it; gateways and workers read it under the same path",
+        ),
+    ],
     gateway: OperationsFlags,
     model: Annotated[str, Option(help="the model that it is for; default: the only one")] = "",
 ) -> None:
     """Serve an adapter."""
     with gateway.connect() as client:
-        print(f"{name} is served, on {client.load_adapter(name, directory, model)}")
+        print(f"{name} is served, on {client.load_adapter(name, str(directory.absolute()), model)}")
 
 
 def unload(name: _Name, gateway: OperationsFlags) -> None:

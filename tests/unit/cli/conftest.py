@@ -16,6 +16,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
+from quire.v1.adapters_pb2 import LoadAdapterRequest, LoadAdapterResponse
+from quire.v1.adapters_pb2_grpc import AdaptersServicer, add_AdaptersServicer_to_server
 from quire.v1.block_manager_pb2_grpc import BlockManagerServicer, add_BlockManagerServicer_to_server
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse, UpgradeRequest, UpgradeResponse
@@ -23,7 +25,7 @@ from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServi
 
 
 @dataclass
-class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
+class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer, AdaptersServicer):
     """Answers with its fields and records the requests."""
 
     address: str = ""
@@ -111,6 +113,14 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         self._refuse(context)
         return self.upgrades.pop(0) if len(self.upgrades) > 1 else self.upgrades[0]
 
+    def LoadAdapter(self, request: LoadAdapterRequest, context: Any) -> LoadAdapterResponse:
+        self.requests.append(request)
+        self._refuse(context)
+        return LoadAdapterResponse(model="m")
+
+    def UnloadAdapter(self, _request: Any, context: Any) -> NoReturn:
+        raise NotImplementedError
+
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
         """Refuse all further calls, as `services.runtime.rpc.transport` does."""
         self.refusal = status, text
@@ -139,6 +149,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
     add_InferenceServicer_to_server(fake, server)
     add_BlockManagerServicer_to_server(fake, server)
     add_SupervisorServicer_to_server(fake, server)
+    add_AdaptersServicer_to_server(fake, server)
     fake.health.set("", HealthCheckResponse.SERVING)
     add_HealthServicer_to_server(fake.health, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

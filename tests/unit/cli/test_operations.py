@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,17 @@ def test_adapters(gateway: Any, capsys: Any) -> None:
     gateway.models = [inference.Model(id="m"), inference.Model(id="poet", parent="m")]
     assert main(["lora", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == ["ADAPTER  MODEL", "poet     m"]
+
+
+def test_an_adapter_is_loaded_from_the_directory_that_the_caller_means(
+    gateway: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway has another working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["lora", "load", "poet", "./poet"]) == 0
+    assert main(["lora", "load", "poet", "/adapters/poet"]) == 0
+    assert [each.path for each in gateway.requests] == [str(tmp_path / "poet"), "/adapters/poet"]
+    assert "poet is served, on m" in capsys.readouterr().out
 
 
 def test_an_empty_list_is_a_header(gateway: Any, capsys: Any) -> None:
