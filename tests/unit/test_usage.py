@@ -77,3 +77,20 @@ async def test_only_operators_see_other_tenants(
             **{"prompt_tokens": 30, "cached_tokens": 10},
         }
     assert client.get("/v1/usage", params={"since": "noon"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "message"),
+    [
+        (24 * 3600 + 59, ""),
+        (-59, ""),
+        (48 * 3600, "usage is kept for 24 hours, and since is 48.0 hours ago"),
+        (-61, "since is in the future"),
+    ],
+)
+async def test_a_time_without_usage_is_refused(clock: Time, ago_s: int, message: str) -> None:
+    """The clock of a client may differ by a minute."""
+    client = TestClient(Starlette(routes=[usage_route(MemoryRegistry())]))
+    answer = client.get("/v1/usage", params={"since": clock.now_s - ago_s})
+    assert answer.status_code == (400 if message else 200)
+    assert message in answer.text

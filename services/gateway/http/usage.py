@@ -15,14 +15,23 @@ from services.gateway.access.caller import EVERYONE, current_caller
 from services.gateway.http.answering.sending import Json
 from services.runtime.usage import KEPT_S, used_since
 
+_MINUTE_S = 60
+"""Usage is counted by the minute, and the clock of a client may differ as much."""
+
 
 def usage_route(registry: Registry) -> Route:
     async def usage(request: Request) -> Response:
         """Callers see their own tenant; where keys are on, operators see all."""
         now_s, caller = time.time(), current_caller(EVERYONE)
         try:
-            asked_s = float(request.query_params.get("since") or now_s - 3600)
-            used = await used_since(registry, since_s := max(now_s - KEPT_S, asked_s))
+            since_s = float(request.query_params.get("since") or now_s - 3600)
+            if since_s < now_s - KEPT_S - _MINUTE_S:
+                ago = f"{(now_s - since_s) / 3600:,.1f} hours ago"
+                text = f"usage is kept for {KEPT_S // 3600} hours, and since is {ago}"
+                raise HTTPException(HTTPStatus.BAD_REQUEST, text)
+            if since_s > now_s + _MINUTE_S:
+                raise HTTPException(HTTPStatus.BAD_REQUEST, "since is in the future")
+            used = await used_since(registry, since_s)
         except ValueError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, "since is no Unix time") from error
         except StoreUnavailable as error:
