@@ -27,8 +27,12 @@ def _token_logprob(candidate: Candidate) -> str:
 
 
 def _quoted(candidate: Candidate) -> str:
-    """The token in quotes, so that spaces and line breaks are visible."""
-    return repr(candidate.token.decode(errors="backslashreplace"))
+    """The token in quotes, so that spaces and line breaks are visible; as bytes if it is only a
+    part of a character."""
+    try:
+        return repr(candidate.token.decode())
+    except UnicodeDecodeError:
+        return repr(candidate.token)
 
 
 class Samples:

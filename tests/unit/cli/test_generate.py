@@ -118,7 +118,7 @@ def test_logprobs_are_shown_a_token_a_line(hello: Any, capsys: Any) -> None:
         "  -3.2500  #12345  ' you'            'Hello' -0.5000",
         "",
         "  -0.5000  #1      'Hello'           'Hello' -0.5000  '\\nHi' -2.0000",
-        "  -1.0000  #3      '\\\\xe2\\\\x82'      'Hello' -0.5000",
+        "  -1.0000  #3      b'\\xe2\\x82'       'Hello' -0.5000",
     ]
 
 
