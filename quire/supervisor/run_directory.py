@@ -130,6 +130,11 @@ def _find_conflict(runs: Path, record: RunRecord) -> str | None:
                 f"{other.http_port}; end it with `quire down --run {other.grpc_port}`, or "
                 "choose other ports with --grpc-port and --http-port"
             )
+    if record.grpc_port == record.http_port:
+        return (
+            f"gRPC and HTTP would share port {record.grpc_port}: choose another one with "
+            "--grpc-port or --http-port"
+        )
     if len(set(record.ports)) < len(record.ports):
         return f"{record.num_gateways} gateways would share ports: {record.ports}; choose others"
     for port in record.ports:

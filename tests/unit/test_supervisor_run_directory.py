@@ -75,6 +75,9 @@ def test_every_gateway_of_a_run_has_its_ports(short_path: Path) -> None:
     overlapping = RunRecord(os.getpid(), "127.0.0.1", 7000, 7001, num_gateways=2)
     with pytest.raises(ServeError, match="2 gateways would share ports"):
         claim(short_path / "runs", overlapping, timeout_s=0)
+    same = RunRecord(os.getpid(), "127.0.0.1", 7000, 7000)
+    with pytest.raises(ServeError, match="gRPC and HTTP would share port 7000: choose another"):
+        claim(short_path / "runs", same, timeout_s=0)
 
 
 def test_a_port_that_another_program_has_is_named(short_path: Path) -> None:

@@ -89,7 +89,7 @@ def create(
         typer.echo(f'{{"name": "{made.name}", "key": "{key}"}}')
         return
     print(key)
-    print(f"quire: {name} is in {file}; the key is not shown again", file=sys.stderr)
+    print(f"quire: {name} has been added to {file}; its key is shown only now", file=sys.stderr)
 
 
 def show(file: File, as_json: Json = False) -> None:

@@ -48,7 +48,7 @@ class Drainer:
             members = await connection.registry.members()
             worker = _worker(members, worker_id)
             if not force:
-                await self._require_another(connection, members, worker)
+                await self._require_another(connection, members, worker, next_role)
             # Noted even if no answer comes: the worker may have received the message.
             told = worker_id, worker.role
             before = self._recent.get(told, 0.0)
@@ -62,7 +62,7 @@ class Drainer:
                 raise
 
     async def _require_another(
-        self, connection: Connection, members: tuple[Member, ...], worker: Member
+        self, connection: Connection, members: tuple[Member, ...], worker: Member, next_role: str
     ) -> None:
         """Raise LastWorker if `worker` is the last one of its role that serves the pool. A worker
         that drains already may be drained again."""
@@ -75,11 +75,12 @@ class Drainer:
         serving = {m.member_id for m in peers if m.state == "serving"} - set(fenced)
         others = {each for each in serving if (each, worker.role) not in self._recent}
         if worker.member_id in serving and others <= {worker.member_id}:
+            or_else = ", or drain it with --force, and requests wait until there is another one"
             raise LastWorker(
                 f"{worker_name(worker.member_id)} is the last {worker.role} worker that serves "
                 f"{worker.model} on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start "
-                "another one first, or drain it with --force, and requests wait until there is "
-                "another one"
+                # A change of role cannot be forced.
+                f"another one first{'' if next_role else or_else}"
             )
 
 

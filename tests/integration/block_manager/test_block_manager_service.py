@@ -299,6 +299,11 @@ async def test_the_last_worker_of_a_role_stays_unless_the_operator_insists(serve
         await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-1"))
     assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "of 2 there, 1 serves" in (raised.value.details() or "")
+    assert "drain it with --force" in (raised.value.details() or "")
+    changing = pb.DrainWorkerRequest(worker_id="decode-1", next_role="prefill")
+    with pytest.raises(grpc.aio.AioRpcError, match="last decode worker") as raised:
+        await served.stub.DrainWorker(changing)
+    assert (raised.value.details() or "").endswith("start another one first")
     assert worker.drains == 0
     await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-1", force=True))
     assert worker.drains == 1

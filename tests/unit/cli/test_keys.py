@@ -16,7 +16,9 @@ from quire.client import Client
 def test_a_key_is_shown_once_and_only_its_hash_is_kept(tmp_path: Path, capsys: Any) -> None:
     file = str(tmp_path / "keys.json")
     assert main(["keys", "create", "alice", "--file", file, "--tenant", "acme"]) == 0
-    key = capsys.readouterr().out.strip()
+    shown = capsys.readouterr()
+    assert f"alice has been added to {file}" in shown.err
+    key = shown.out.strip()
     flags = ["--role", "operator", "--max-concurrency", "5", "--model", "m"]
     assert main(["keys", "create", "bob", "--file", file, *flags]) == 0
     assert key not in Path(file).read_text()
