@@ -12,8 +12,11 @@ from quire.options.shared import SeveralTexts
 from quire.supervisor.run_directory import metrics_directory
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
+from services.gateway.workers.models.generation_config import GenerationConfig
 from services.gateway.workers.models.model_names import parse_aliases
+from services.model.checkpoint.adapter import CONFIG_FILE
 from services.runtime.config import ServiceSettings, env_prefix
+from services.runtime.errors import StartupError
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles, given_files, service_tls
 from services.runtime.tracing.opening import check_tracing
@@ -115,8 +118,14 @@ class GatewaySettings(ServiceSettings, UserOptions):
         return None if self.metrics_socket else metrics_directory(self.run_dir)
 
     def check(self) -> None:
+        """Raises StartupError if a file that the settings name cannot be used, or if default
+        sampling parameters or names of models are wrong."""
         check_tracing(self, self.otlp_endpoint)
         parse_aliases(self.model_aliases)
+        GenerationConfig.read(self.generation_config, self.override_generation_config)
+        for name, directory in self.lora:  # gateways load them when workers have loaded the model
+            if not (Path(directory).expanduser() / CONFIG_FILE).is_file():
+                raise StartupError(f"--lora {name}={directory}: there is no {CONFIG_FILE}")
         self.keyring(CollectorRegistry())
         for files in (service_tls(self), self.public_tls()):
             if files is not None:

@@ -28,6 +28,8 @@ from services.worker.preflight import check_cache, check_pool, check_quantize
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 _SEQS, _SEQS_ON_GPU = 64, 256
+_OF_KERNELS = {"device", "backend", "attention", "isa", "dtype", "kv_dtype", "block_size"}
+"""The settings that kernels may refuse."""
 
 
 class WorkerSettings(WorkerOptions, PoolServiceSettings):
@@ -191,8 +193,8 @@ class WorkerSettings(WorkerOptions, PoolServiceSettings):
 
     def check(self) -> None:
         """Raises StartupError if there is no checkpoint, if these settings do not fit it (ranks,
-        quantization, context, draft model), if the pool has no room or no memory, or if the cache
-        directory cannot be used."""
+        quantization, context, draft model), if the pool has no room or no memory, if the cache
+        directory cannot be used, or if the device or its kernels cannot do what is chosen."""
         check_tracing(self, self.otlp_endpoint)
         self.check_speculation()
         config = read_model_config(self.model).for_context(self.max_model_len)
@@ -203,6 +205,11 @@ class WorkerSettings(WorkerOptions, PoolServiceSettings):
         self.check_draft(config)
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
+        if self.model_fields_set & _OF_KERNELS:
+            # Imported here because it imports PyTorch, which takes a second and more.
+            from services.worker.kernels import check_kernels
+
+            check_kernels(self, config)
 
     def check_speculation(self) -> None:
         """Raises StartupError if no worker of this kind verifies drafts."""

@@ -25,20 +25,25 @@ from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
 from services.model.checkpoint.check import check_format
 from services.model.checkpoint.reading import read_model_config
-from services.model.checkpoint.shards import Shard
 from services.model.checkpoint.weights import weight_files
 from services.model.config.model_config import ModelConfig
 from services.model.gguf.config import served_bytes
 from services.model.gguf.file import GgufFile, gguf_file
 from services.model.text.tokenizer import tokenizer_file
 from services.pool.allotment import LOOK_AHEAD
-from services.pool.layout import Dtype, PoolLayout
+from services.pool.layout import PoolLayout
 from services.pool.sizing import MemoryPlan
 from services.runtime.errors import StartupError
 from services.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place
 from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
+from services.worker.kernels import (
+    chosen_backend,
+    computed_dtype,
+    open_backend,
+    stored_kv_dtype,
+)
 from services.worker.limits import PARK_WINDOW_S, Limits
 from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks, end_worker
@@ -101,12 +106,12 @@ class _Load:
         settings.check_speculation()
         tokenizer_file(settings.model)  # raises without one: gateways would not serve the model
         self.is_dequantized = settings.is_dequantized(self.config)
-        self.dtype_name = _dtype(settings, self.config)
+        self.dtype_name = computed_dtype(settings, self.config)
         if self.is_dequantized:
             log.info("weights_dequantized", model=settings.served_name, dtype=self.dtype_name)
         self.dtype = DTYPES[self.dtype_name]
-        self.kv_dtype = self.dtype_name if settings.kv_dtype == "auto" else settings.kv_dtype
-        self.backend = self._backend()
+        self.kv_dtype = stored_kv_dtype(settings, self.config)
+        self.backend = open_backend(settings, self.config, self.device)
         if self.backend.native is not None:
             self.backend.native.assign([Lane()] * self._num_threads)
         self.cache = place.weights_cache(cache) if place else cache
@@ -205,7 +210,7 @@ class _Load:
         )
         try:
             if backend.has_sampler:
-                backend = _chosen_backend(settings, shape)
+                backend = chosen_backend(settings, shape)
             backend.check_attention(shape)
         except (kvops.BackendUnavailable, ValueError) as error:
             raise StartupError(f"the draft model {plan.directory}: {error}") from error
@@ -271,24 +276,6 @@ class _Load:
         log.info("gpu_memory_planned", device=settings.device, **plan.fields(layout.block_bytes))
         return settings.tensor_parallel_size * plan.pool
 
-    def _backend(self) -> kvops.Backend:
-        """Raises StartupError if the backend cannot run here, or does not serve the device or the
-        model's attention."""
-        settings, device = self.settings, self.device
-        try:
-            part = Shard(self.config, 0, settings.tensor_parallel_size).own_config
-            kv_dtype = DTYPES[self.kv_dtype]
-            shape = attention_shape(part, settings.block_size, self.dtype, kv_dtype)
-            backend = _chosen_backend(settings, shape)
-        except (kvops.BackendUnavailable, ValueError) as error:
-            raise StartupError(str(error)) from error
-        if backend.device != device.torch.type:
-            raise StartupError(
-                f"backend {backend.name!r} computes on {backend.device}, and the device is "
-                f"{device.name}: choose the other device, or the backend 'auto'"
-            )
-        return backend
-
     def _limits(self) -> Limits:
         settings, config = self.settings, self.config
         speculative = settings.speculative_config
@@ -341,43 +328,6 @@ def new_runner(
         return Runner(model, kv, block_size, ops)
     assert isinstance(model, ComposedModel)
     return Runner(model, kv, block_size, ops, ranks.steps(model, kv, block_size, ops))
-
-
-def _chosen_backend(settings: WorkerSettings, shape: kvops.AttentionShape) -> kvops.Backend:
-    """Raises BackendUnavailable if the backend cannot run here, and ValueError if it does not serve
-    the shape."""
-    if settings.kernels == "triton":
-        backend, reason = kvops.choose_attention(_attention(settings), shape)
-        log.info("attention_chosen", backend=backend.name, reason=reason)
-        return backend
-    if settings.attention != "auto":
-        raise ValueError(
-            f"attention {settings.attention!r} is for the backend 'triton'; "
-            f"{settings.kernels!r} has attention of its own"
-        )
-    isa = None if settings.isa == "auto" else settings.isa
-    backend = kvops.backend(settings.kernels, isa)
-    backend.check_attention(shape)
-    return backend
-
-
-def _attention(settings: WorkerSettings) -> str:
-    """The library that computes attention beside the backend triton. Raises ValueError if the
-    library does not serve graphs."""
-    attention = settings.attention
-    if attention == "reference" and not settings.enforce_eager:
-        raise ValueError(
-            "attention 'reference' waits for the device, which no CUDA graph can: add "
-            "--enforce-eager"
-        )
-    return attention
-
-
-def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
-    if settings.dtype != "auto":
-        return settings.dtype
-    plain = config.dtype == "float32" and not settings.computed_kind(config)
-    return "float32" if plain else "bfloat16"
 
 
 def _stored_bytes(config: ModelConfig, dtype: torch.dtype, dequantized: bool) -> float:

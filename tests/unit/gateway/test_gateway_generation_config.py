@@ -1,11 +1,13 @@
 """The default sampling parameters: the model's, none, those of a directory, and overrides."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from services.gateway.config import GatewaySettings
 from services.gateway.workers.models.generation_config import GenerationConfig
 from services.model.config.model_config import GenerationDefaults
 from services.runtime.errors import StartupError
@@ -53,3 +55,18 @@ def test_a_wrong_override_is_told_at_the_start(override: str, reason: str) -> No
 def test_a_missing_directory_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         GenerationConfig.read(str(tmp_path / "nothing"), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"override_generation_config": '{"temperature": -3}'}, "temperature: -3 is not 0 or more"),
+        ({"generation_config": "/nope"}, "/nope/generation_config.json: No such file"),
+        ({"lora": "poet=/nope"}, "--lora poet=/nope: there is no adapter_config.json"),
+    ],
+)
+def test_a_gateway_checks_its_files_and_defaults_before_it_starts(
+    settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(StartupError, match=re.escape(message)):
+        GatewaySettings(**settings).check()  # type: ignore[arg-type]  # read from texts

@@ -1,6 +1,7 @@
 """The setting `device`: which device each rank of a worker has."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,30 @@ def test_only_gpus_add_up_in_another_order_than_the_ranks(
     """Law 10: on a CPU the setting changes nothing."""
     monkeypatch.setenv("QUIRE_DECODE_DETERMINISTIC", deterministic)
     assert settings(device, size).sums_in_order == in_order
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("KV_DTYPE", "fp8", "backend 'cpu' has no KV in fp8"),
+        ("DEVICE", "cuda:99", "device cuda:99: "),
+        ("BACKEND", "triton", "triton"),
+        ("ATTENTION", "flashinfer", "attention 'flashinfer' is for the backend 'triton'"),
+    ],
+)
+def test_a_check_finds_what_this_machine_cannot_compute(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    value: str,
+    message: str,
+) -> None:
+    """So that `quire serve` refuses it before any service starts."""
+    monkeypatch.setenv("QUIRE_DECODE_POOL_ROOT", str(tmp_path))
+    settings("cpu", 1)
+    monkeypatch.setenv("QUIRE_DECODE_MODEL", "demo")
+    load_settings(DecodeSettings).check()
+    monkeypatch.setenv(f"QUIRE_DECODE_{variable}", value)
+    with pytest.raises(StartupError, match=message):
+        load_settings(DecodeSettings).check()
