@@ -2,9 +2,11 @@
 The services themselves do so, with `--check`."""
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 
+from quire.options.flag import flag_name
 from quire.options.gateway import GatewayOptions
 from quire.options.worker import WorkerOptions
 from quire.supervisor.child import ChildSpec, Stage
@@ -39,4 +41,18 @@ def check_service(spec: ChildSpec) -> None:
     )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"its check ended with {done.returncode}"]
-        raise ServeError(f"{spec.name} cannot start: {lines[-1].removeprefix('error: ')}")
+        reason = _with_flags(lines[-1].removeprefix("error: "), spec)
+        raise ServeError(f"{spec.name} cannot start: {reason}")
+
+
+def _with_flags(reason: str, spec: ChildSpec) -> str:
+    """A service's reason with the flags of `quire serve` in place of their variables, except for
+    those that the user has set."""
+    options = GatewayOptions if spec.stage is Stage.GATEWAY else WorkerOptions
+    prefix = f"QUIRE_{spec.role or 'gateway'}_".upper()
+    flags = {
+        prefix + name.upper(): flag_name(name, field)
+        for name, field in options.model_fields.items()
+        if prefix + name.upper() not in os.environ
+    }
+    return re.sub(rf"{prefix}\w+", lambda found: flags.get(found[0], found[0]), reason)
