@@ -1,8 +1,10 @@
 """The gateway as a process, with a real Valkey and fake workers."""
 
 import asyncio
+import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -21,7 +23,7 @@ from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from quire import AsyncClient, QuireError, Tls
 from quire.certificates import write_certificates
-from quire.sockets import living_sockets
+from quire.sockets import living_sockets, operations_socket, socket_of
 from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from quire.v1.block_manager_pb2 import ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
@@ -270,9 +272,9 @@ async def test_operations_are_served_at_the_operations_address_only(
     service."""
     port = await free_port()
     gateway = await launch(stack, valkey.url, short_path, OPERATIONS_PORT=str(port))
-    (socket,) = await until(lambda: living_sockets(short_path), bool)  # the last that listens
+    (path,) = await until(lambda: living_sockets(short_path), bool)  # the last that listens
     answers = {}
-    for address in (gateway.address, f"unix:{socket}", f"127.0.0.1:{port}"):
+    for address in (gateway.address, f"unix:{path}", f"127.0.0.1:{port}"):
         async with open_channel(address) as channel:
             with pytest.raises(aio.AioRpcError) as error:
                 await BlockManagerStub(channel).ListWorkers(ListWorkersRequest())
@@ -282,6 +284,20 @@ async def test_operations_are_served_at_the_operations_address_only(
         (grpc.StatusCode.UNAVAILABLE, ALL_SERVICES),
         (grpc.StatusCode.UNAVAILABLE, ALL_SERVICES),
     ]
+
+
+async def test_a_gateway_that_starts_beside_another_one_leaves_it_its_socket(
+    stack: AsyncExitStack, valkey: Any, short_path: Path
+) -> None:
+    """As in an upgrade: if the new one never serves, operations go on at the other one."""
+    port = await free_port()
+    usual = operations_socket(short_path, socket.gethostname(), port)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(usual))
+        listener.listen(1000)  # nobody accepts the connections by which sockets are found
+        gateway = await launch(stack, valkey.url, short_path, waits=False, PORT=str(port))
+        await until(lambda: socket_of(short_path, gateway.process.pid), bool)
+        assert socket_of(short_path, os.getpid()) == usual
 
 
 async def services_at(channel: aio.Channel) -> set[str]:
