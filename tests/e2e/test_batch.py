@@ -40,7 +40,8 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
-    """A model has the name that it has in a service."""
+    """A model has the name that it has in a service. The same command, run again, answers nothing
+    and still says that there are errors."""
     named = [line("c", model="other"), line("d", model="SmolLM2-135M-Instruct")]
     source = write(tmp_path / "in", [line("a"), line("b", max_tokens=-1), *named])
     done = run(source, tmp_path / "out")
@@ -50,6 +51,9 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
     assert statuses == {"a": 200, "b": 400, "c": 404, "d": 200}
     assert responses["a"]["body"]["choices"][0]["text"]
     assert responses["b"]["body"]["error"]["message"] == "max_tokens is -1, not 1 or more"
+    again = run(source, tmp_path / "out")
+    told = "0 answered, 0 of them with an error; 4 before, 2 of them with an error"
+    assert (again.returncode, again.stdout.strip()) == (1, told)
 
 
 @pytest.mark.parametrize(
