@@ -84,8 +84,18 @@ class Delta:
     """The parts of the message that `text` completes; None if the message is not parsed."""
     has_calls: bool = False
     """Whether the message has a tool call so far."""
+    is_in_call: bool = False
+    """Whether the last of these calls is not complete. In the last delta of a sequence: its end has
+    cut the call."""
     num_reasoning_tokens: int = 0
     """Tokens of the sequence so far between the tags that begin and end reasoning."""
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether the message has ended with calls that are complete, so that the client should run
+        them. Every answer takes its reason for the end from here."""
+        has_stopped = self.finish_reason is FinishReason.STOP
+        return has_stopped and self.has_calls and not self.is_in_call
 
     @property
     def message_parts(self) -> tuple[Part, ...]:

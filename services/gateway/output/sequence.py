@@ -144,6 +144,7 @@ class OutputSequence:
             score=self.score,
             parts=None if self._parser is None else joined(self._unread_parts),
             has_calls=self._parser is not None and self._parser.has_calls,
+            is_in_call=self._parser is not None and self._parser.is_in_call,
             num_reasoning_tokens=self._num_reasoning_tokens,
         )
         self._forget_unread()
@@ -162,21 +163,23 @@ class OutputSequence:
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
         return tuple(with_text(self._tokenizer, token_id, *each) for token_id, each in unread)
 
-    def _add_text(self, text: str, *, is_last: bool = False) -> bool:
+    def _add_text(self, text: str, finish: FinishReason | None = None) -> bool:
         """Add to the sequence's text. The client gets the part that is certain now, and all of it
-        if the text is the last. True: a stop string ended the sequence."""
+        if the text is the last, with the worker's `finish`. True: a stop string ended the
+        sequence."""
         self._num_chars += len(text)
         scanned = self._stops.push(text, may_end=self._num_pushed > self._min_tokens)
         is_stopped, shown = scanned.stop is not None, scanned.text
-        if is_last and not is_stopped:
+        if finish is not None and not is_stopped:
             shown += self._stops.flush()
         if shown:
             self._unread_text.append(shown)
         if self._parser is not None:
             if shown:
                 self._unread_parts.extend(self._parser.push(shown))
-            if is_stopped or is_last:
-                self._unread_parts.extend(self._parser.finish())
+            if is_stopped or finish is not None:
+                by_token = finish is FinishReason.STOP and not is_stopped
+                self._unread_parts.extend(self._parser.finish(by_token=by_token))
         if is_stopped:
             self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
         return is_stopped
@@ -184,7 +187,7 @@ class OutputSequence:
     def _finish(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
         """End the sequence as the worker says, with the text that was held back; if that text
         completes a stop string, the stop string ends it instead."""
-        if self._add_text(self._detokenizer.flush(), is_last=True):
+        if self._add_text(self._detokenizer.flush(), finish):
             return
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None

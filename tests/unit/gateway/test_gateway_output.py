@@ -340,6 +340,29 @@ async def test_tokens_between_the_tags_are_counted(
         assert delta.num_reasoning_tokens == len(reasoning)
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {"city": "Rome", "unit": "C"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("stop", "finish", "ends_with_calls"),
+    [
+        ((), FinishReason.STOP, True),
+        ((), FinishReason.LENGTH, False),
+        (("unit",), FinishReason.STOP, False),
+        (("name",), FinishReason.STOP, False),
+        (("</tool_call>",), FinishReason.STOP, True),
+    ],
+)
+async def test_only_complete_calls_are_the_reason_of_an_end(
+    stop: tuple[str, ...], finish: FinishReason, ends_with_calls: bool
+) -> None:
+    output = make(*stop, parsing=Parsing(MessageFormat(CallFormat.HERMES), ("f",)))
+    write(output, (*ids(CALL), 0), finish)
+    delta = await only(output)
+    assert delta.ends_with_calls is ends_with_calls
+    assert delta.is_in_call is (stop == ("unit",))
+
+
 async def test_text_that_a_client_has_not_got_comes_once() -> None:
     """A stop string that had half arrived when the stream broke is still found, and not sent."""
     for more, text in (("OP and", ""), ("AY", "STAY")):

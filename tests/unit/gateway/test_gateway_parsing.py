@@ -193,6 +193,55 @@ def test_a_cut_call_is_what_was_written(form: str, text: str, begin: str) -> Non
                 assert '{"a": 1}'.startswith(part.text), text[:size]
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "begin"),
+    [
+        ("hermes", f"<tool_call>\n{LIST}\n</tool_call>", '{"name": "f"'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', None),
+        ("llama3_json", LIST, '{"name": "f"'),
+        ("mistral", f"[TOOL_CALLS][{LIST}]", '{"name": "f"'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "[ARGS]{"),
+        ("phi4_mini_json", f"<|tool_call|>[{LIST}]<|/tool_call|>", '{"name": "f"'),
+        ("pythonic", "[f(a=1)]", None),
+    ],
+)
+@pytest.mark.parametrize("max_calls", [None, 1])
+def test_a_call_is_complete_with_its_arguments(
+    form: str, text: str, begin: str | None, max_calls: int | None
+) -> None:
+    """`begin` is the text that makes the call's name known; None if its arguments come first."""
+    begun = len(text) if begin is None else text.index(begin) + len(begin)
+    complete = text.index("1") + 2
+    parsing = Parsing(MessageFormat(CallFormat(form)), ("f", "g"), max_calls=max_calls)
+    for size in range(len(text) + 1):
+        parser = MessageParser(parsing, "s")
+        parser.push(text[:size])
+        parser.finish()
+        assert parser.is_in_call is (begun <= size < complete), text[:size]
+
+
+def test_a_dropped_call_leaves_the_message_complete() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {'
+    for max_calls in (1, 2):
+        parsing = Parsing(MessageFormat(CallFormat.HERMES), ("f", "g"), max_calls=max_calls)
+        parser = MessageParser(parsing, "s")
+        parser.push(text)
+        parser.finish()
+        assert parser.is_in_call is (max_calls == 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "by_token", "is_cut"),
+    [("", True, False), ("", False, True), ("<|end|>", False, False)],
+)
+def test_a_token_may_end_a_call_of_gpt_oss(end: str, by_token: bool, is_cut: bool) -> None:
+    """The format's mark behind a call is an end-of-sequence token, which is no text."""
+    parser = MessageParser(Parsing(MessageFormat(CallFormat.HARMONY), ("f",)), "s")
+    parser.push('<|channel|>commentary to=functions.f<|message|>{"a": 1}' + end)
+    parser.finish(by_token=by_token)
+    assert parser.is_in_call is is_cut
+
+
 def test_text_without_offered_functions_has_no_calls() -> None:
     text = '<think>Hm</think> <tool_call>{"name": "f"}</tool_call>'
     assert parse(CallFormat.HERMES, text, None) == [Reasoning("Hm"), Content(text[18:])]

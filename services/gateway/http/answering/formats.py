@@ -121,7 +121,7 @@ def choice_json(
     """One choice of an answer. `token_ids` and `logprobs` are None if the client did not ask for
     them."""
     reason = delta.finish_reason.value if delta and delta.finish_reason else None
-    if delta and delta.has_calls and reason == "stop":
+    if delta and delta.ends_with_calls:
         reason = "tool_calls"
     fields = {
         "index": index,

@@ -89,14 +89,15 @@ def requested_tools(
     )
 
 
-def arguments_of(value: Any) -> dict[str, Any]:
+def arguments_of(value: Any, *, may_be_cut: bool = False) -> dict[str, Any]:
     """The arguments of an earlier call as an object, as chat templates want them. A model may have
     written anything, and a limit may have cut it: what is no object counts as an empty one. The
-    object's text may itself stand in a JSON string."""
+    object's text may itself stand in a JSON string. `may_be_cut`: a text that ends within the
+    object has the fields that are complete, as Anthropic's client reads a stream."""
     for _ in range(2):
         if isinstance(value, str):
             try:
-                value = from_json(value, allow_inf_nan=False)
+                value = from_json(value, allow_inf_nan=False, allow_partial=may_be_cut)
             except ValueError:
                 return {}
     return value if isinstance(value, dict) else {}

@@ -45,7 +45,7 @@ class ContentBlocks:
         self._is_open = False
         block, text = self.blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(text)
+            block["input"] = arguments_of(text, may_be_cut=True)
         else:
             block[block["type"]] = text
         yield self._event("content_block_stop")
@@ -132,7 +132,7 @@ class MessageAnswer:
         elif last.finish_reason is FinishReason.LENGTH:
             is_limit = self._usage.num_generated_tokens >= self._max_tokens
             reason = "max_tokens" if is_limit else "model_context_window_exceeded"
-        elif last.has_calls:
+        elif last.ends_with_calls:
             reason = "tool_use"
         elif isinstance(last.stopped_by, str):
             reason, sequence = "stop_sequence", last.stopped_by

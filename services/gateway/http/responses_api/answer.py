@@ -52,7 +52,8 @@ class ResponseAnswer:
                 for event in self._items.add(delta):
                     yield self._event(*event)
         status = _status(last)
-        for event in self._items.finish(status):
+        is_cut = last is not None and last.is_in_call
+        for event in self._items.finish("incomplete" if is_cut else status):
             yield self._event(*event)
         yield self._event(f"response.{status}", {"response": self._response(status, usage, last)})
 

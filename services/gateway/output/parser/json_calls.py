@@ -28,6 +28,8 @@ def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | Non
             writer.start_call(name)
             for text in early or ():
                 writer.arguments(text)
+            if early is not None:
+                writer.end_call()
             reader.hold()
         elif key in _ARGUMENTS and name is None and early is None:
             early = []
@@ -36,6 +38,7 @@ def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | Non
             early = []
             reader.held()
             yield from _read_arguments(reader, writer.arguments)
+            writer.end_call()
             reader.hold()
         elif key not in ("name", *_ARGUMENTS):
             yield from reader.value(lambda _: None)

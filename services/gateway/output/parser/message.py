@@ -75,12 +75,18 @@ class MessageParser:
         is_short = parsing.format.calls is CallFormat.MISTRAL
         self._reader = Reader()
         self._writer = PartWriter(CallIds(seed, is_short), parsing.max_calls)
+        self._ends_calls_by_token = parsing.format.calls is CallFormat.HARMONY
         self._reading = _read_message(self._reader, self._writer, parsing)
         next(self._reading)
 
     @property
     def has_calls(self) -> bool:
         return self._writer.num_calls > 0
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the last call is not complete. At the end of the text that call is cut."""
+        return self._writer.is_in_call
 
     @property
     def is_in_reasoning(self) -> bool:
@@ -92,10 +98,13 @@ class MessageParser:
         next(self._reading)
         return self._writer.take()
 
-    def finish(self) -> tuple[Part, ...]:
-        """The last parts, at the end of the text."""
+    def finish(self, *, by_token: bool = False) -> tuple[Part, ...]:
+        """The last parts, at the end of the text. `by_token`: a token that is no text ended it, and
+        not a stop string or a limit."""
         self._reader.end()
         next(self._reading, None)
+        if by_token and self._ends_calls_by_token:
+            self._writer.end_call()
         self._writer.finish()
         return self._writer.take()
 

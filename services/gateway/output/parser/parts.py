@@ -74,6 +74,8 @@ class PartWriter:
 
     def __init__(self, ids: CallIds, max_calls: int | None = None) -> None:
         self.num_calls = 0
+        self.is_in_call = False
+        """The last call that the client gets is not complete."""
         self.is_in_reasoning = False
         """Set by the parser: between the tags that begin and end reasoning."""
         self._ids = ids
@@ -105,15 +107,18 @@ class PartWriter:
         self._spaces.clear()
         self._write(CallStart(self.num_calls, self._ids.id(self.num_calls), name))
         self.num_calls += 1
+        self.is_in_call = self._max_calls is None or self.num_calls <= self._max_calls
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
         self._write(CallArguments(self.num_calls - 1, text))
 
     def end_call(self) -> None:
-        """A call without arguments has an empty object of them."""
+        """The arguments of the last call are complete. A call without arguments has an empty object
+        of them."""
         if self._follows is CallStart:
             self.arguments("{}")
+        self.is_in_call = False
 
     def finish(self) -> None:
         """Writes white space at the end, if it belongs to the content."""

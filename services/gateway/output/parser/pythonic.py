@@ -29,6 +29,7 @@ def read_list(reader: Reader, writer: PartWriter, offered: Collection[str]) -> R
         arguments = _as_json("".join(written))
         writer.start_call(name)
         writer.arguments(arguments)
+        writer.end_call()
         reader.hold()
         if (yield from reader.ends_list()):
             return

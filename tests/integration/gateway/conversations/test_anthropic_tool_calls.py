@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import jiter
 import pytest
 
 from .conftest import TEXT, TOOLS, Script
@@ -75,6 +76,24 @@ async def test_a_cut_call_ends_with_max_tokens(http: httpx.AsyncClient, script: 
     body = {**BODY, "max_tokens": TEXT.index("Gen") + 3}
     message = (await http.post("/v1/messages", json=body)).json()
     assert (message["stop_reason"], message["content"][-1]["input"]) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize(("stop", "given"), [("nève", {}), ("unit", {"city": "Genève"})])
+async def test_a_stop_sequence_may_cut_a_call(
+    http: httpx.AsyncClient, script: Script, stop: str, given: dict[str, str]
+) -> None:
+    """Its input is then what Anthropic's client makes of the stream, with jiter."""
+    script.text = TEXT.replace('"Genève"', '"Genève", "unit": "C"')
+    body = {**BODY, "stop_sequences": [stop]}
+    message = (await http.post("/v1/messages", json=body)).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+    answer = await http.post("/v1/messages", json={**body, "stream": True})
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    *events, ending, _ = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert ending["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    pieces = [event.get("delta", {}).get("partial_json", "") for event in events]
+    streamed = jiter.from_json("".join(pieces).encode(), partial_mode=True)
+    assert message["content"][-1]["input"] == streamed == given
 
 
 async def test_a_whole_turn_goes_back(http: httpx.AsyncClient, script: Script) -> None:

@@ -132,6 +132,16 @@ async def test_a_cut_call_ends_with_length(client: openai.AsyncOpenAI, script: S
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Gen'
 
 
+async def test_a_stop_string_within_a_call_ends_with_stop(client: openai.AsyncOpenAI) -> None:
+    """The client must not run a call that is cut, not even if calls before it are complete."""
+    for stop, reason in (("nève", "stop"), ("{}}", "stop"), ("</tool_call>", "tool_calls")):
+        answer = await client.chat.completions.create(**fields(stop=stop))
+        choice = answer.choices[0]
+        assert (choice.finish_reason, bool(choice.message.tool_calls)) == (reason, True)
+        stream = await client.chat.completions.create(**fields(stop=stop, stream=True))
+        assert [part async for part in stream][-1].choices[0].finish_reason == reason
+
+
 async def test_a_continued_stream_has_the_same_parts(
     harness: GatewayHarness, script: Script
 ) -> None:
@@ -281,6 +291,16 @@ async def test_a_response_obeys_the_tool_choice(client: openai.AsyncOpenAI, choi
     assert ("function_call" in kinds) is (choice != "none")
     chosen = response.tool_choice
     assert (chosen if isinstance(chosen, str) else chosen.model_dump()) == choice
+
+
+async def test_a_stop_string_within_a_call_leaves_its_item_incomplete(
+    client: openai.AsyncOpenAI,
+) -> None:
+    response = await client.responses.create(**asked_for(extra_body={"stop": "nève"}))
+    call = response.output[-1]
+    assert call.type == "function_call"
+    assert (call.status, call.arguments) == ("incomplete", '{"city": "Ge')
+    assert response.status == "completed"
 
 
 async def test_a_cut_call_leaves_its_response_incomplete(client: openai.AsyncOpenAI) -> None:
