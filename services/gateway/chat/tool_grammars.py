@@ -1,4 +1,5 @@
-"""The form of texts with calls that a request forces, or whose arguments have a schema.
+"""The form of texts with calls that a request forces, whose arguments have a schema, or that may
+stand in place of a form that the client gave.
 
 A form is a structural tag (`services.model.structured.structural_tags`) in the model's own format
 of calls, with each function's parameters as the schema of its arguments. Reasoning comes before
@@ -6,6 +7,7 @@ any form, also before one that the client gave.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +63,15 @@ _WRITINGS: dict[CallFormat, _Writing] = {
 _HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
-def structure_of_calls(tools: RequestedTools, parsing: Parsing) -> Structure | None:
-    """The form of the text; None if the model may write anything.
+def structure_of_calls(
+    tools: RequestedTools, parsing: Parsing, given: Structure | None = None
+) -> Structure | None:
+    """The form of the text, if the tools have a part in it; None if they have none.
 
-    Raises InvalidRequest if the model must make calls in a format for which there is no grammar.
+    A forced call leaves no text for the form that the client gave, which is valid. Otherwise the
+    text has that form or is calls, if calls begin with a mark: without one, a grammar cannot tell
+    the first tokens of a call from those of the form. Raises InvalidRequest if the model must make
+    calls in a format for which there is no grammar.
     """
     calls = parsing.format.calls
     writing = _WRITINGS.get(calls) if calls else None
@@ -76,25 +83,37 @@ def structure_of_calls(tools: RequestedTools, parsing: Parsing) -> Structure | N
             )
         return None
     if tools.is_forced:
-        form = _forced(tools, parsing, writing)
-    elif tools.strict and writing.trigger is not None:
+        form = _sequence(_reasoning(parsing), _calls(tools, parsing, writing))
+    elif writing.trigger is None:
+        return None
+    elif given is not None:
+        either = {"type": "or", "elements": [_calls(tools, parsing, writing), format_of(given)]}
+        form = _sequence(_reasoning(parsing), either)
+    elif tools.strict:
         form = _triggered(tools, writing, writing.trigger)
     else:
         return None
-    return Structure(StructureKind.STRUCTURAL_TAG, json.dumps({"format": form}))
+    return _tagged(form)
 
 
 def structure_after_reasoning(structure: Structure, parsing: Parsing) -> Structure:
     """The form that a client gave, behind the reasoning of a model that writes some."""
     if parsing.format.calls is CallFormat.HARMONY or not (before := _reasoning(parsing)):
         return structure
-    form = {"type": "sequence", "elements": [*before, format_of(structure)]}
+    return _tagged(_sequence(before, format_of(structure)))
+
+
+def _tagged(form: Form) -> Structure:
     text = json.dumps({"format": form}, ensure_ascii=False)
     return Structure(StructureKind.STRUCTURAL_TAG, text)
 
 
-def _forced(tools: RequestedTools, parsing: Parsing, writing: _Writing) -> Form:
-    """Reasoning, if the model has it, and then nothing but calls."""
+def _sequence(before: list[Form], form: Form, after: Sequence[Form] = ()) -> Form:
+    return {"type": "sequence", "elements": [*before, form, *after]}
+
+
+def _calls(tools: RequestedTools, parsing: Parsing, writing: _Writing) -> Form:
+    """One or more calls, and nothing else."""
     is_harmony = parsing.format.calls is CallFormat.HARMONY
     tags: Form = {
         "type": "tags_with_separator",
@@ -107,8 +126,7 @@ def _forced(tools: RequestedTools, parsing: Parsing, writing: _Writing) -> Form:
         "at_least_one": True,
         "stop_after_first": not tools.parallel or tools.function is not None or is_harmony,
     }
-    elements = [*_reasoning(parsing), *_text(writing.before), tags, *_text(writing.after)]
-    return {"type": "sequence", "elements": elements}
+    return _sequence(_text(writing.before), tags, _text(writing.after))
 
 
 def _triggered(tools: RequestedTools, writing: _Writing, trigger: str) -> Form:

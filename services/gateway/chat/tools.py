@@ -50,26 +50,19 @@ def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]
 async def form_of(
     request: GenerationRequest, parsing: Parsing | None, model: Model
 ) -> Structure | None:
-    """The form of the whole text: the calls that the request's tools demand, or the form that the
-    client gave, behind the model's reasoning.
+    """The form of the whole text, behind the model's reasoning: the calls that the request's tools
+    demand, the form that the client gave, or either of them.
 
-    Raises InvalidRequest if the tools do not fit another parameter, or if a function's schema is
-    not supported.
+    Raises InvalidRequest if the form does not fit another parameter, or if the client's form or a
+    function's schema is not supported.
     """
     tools, given = request.tools, request.sampling.structure
     if parsing is None:
         return given
-    may_call = tools is not None and parsing.offered is not None
-    structure = structure_of_calls(tools, parsing) if tools is not None and may_call else None
-    param = "tools"
-    if given is not None:
-        if structure is not None and tools is not None and tools.is_forced:
-            raise InvalidRequest(
-                "tool_choice forces a call, so the text cannot have the form of response_format or "
-                "structured_outputs too",
-                "tool_choice",
-            )
-        # The form that the client gave allows no calls.
+    structure, param = None, "tools"
+    if tools is not None and parsing.offered is not None:
+        structure = structure_of_calls(tools, parsing, given)
+    if structure is None and given is not None:
         structure, param = structure_after_reasoning(given, parsing), STRUCTURE
     if structure is None:
         return None
@@ -77,7 +70,7 @@ async def form_of(
     try:
         await model.structures.check(structure, param)
     except InvalidRequest:
-        if tools is not None and given is None:
+        if tools is not None and param == "tools":
             await _check_schemas(tools, model)
         raise
     return structure

@@ -1,4 +1,5 @@
-"""Forced calls: every text that the grammar allows has calls, with arguments of their schema."""
+"""Forced calls: every text that the grammar allows has calls, with arguments of their schema. Calls
+in place of a form that the client gave."""
 
 import json
 import random
@@ -10,7 +11,7 @@ import pytest
 from services.gateway.api import RequestedTools, ToolChoice
 from services.gateway.chat.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
-from services.gateway.output.parser.parts import CallArguments, CallStart, Part, joined
+from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, joined
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import InvalidRequest
 from tests.forms import EOS, Forms, allowed
@@ -30,8 +31,10 @@ THINK = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Bonn", "unit": "C"}}\n</tool_call>'
 
 
-def form_of(tools: RequestedTools, parsing: Parsing) -> tuple[StructureKind, str]:
-    structure = structure_of_calls(tools, parsing)
+def form_of(
+    tools: RequestedTools, parsing: Parsing, given: Structure | None = None
+) -> tuple[StructureKind, str]:
+    structure = structure_of_calls(tools, parsing, given)
     assert structure is not None
     return structure.kind, structure.text
 
@@ -111,6 +114,52 @@ def test_strict_functions_have_their_schema_within_any_text(forms: Forms) -> Non
     assert structure_of_calls(RequestedTools(TOOLS), parsing) is None
     bare = Parsing(MessageFormat(CallFormat.LLAMA3_JSON), tools.names)
     assert structure_of_calls(tools, bare) is None
+
+
+ARGUMENTS = '{"city": "Bonn", "unit": "C"}'
+WITH_MARKS = {
+    CallFormat.HERMES: CALL,
+    CallFormat.MISTRAL: f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}}}]',
+    CallFormat.TOOL_CALL_LIST: (
+        f'<|tool_call|>[{{"name": "f", "arguments": {ARGUMENTS}}}]<|/tool_call|>'
+    ),
+}
+WARMTH = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "warm": {"type": "boolean"}},
+    "required": ["name", "warm"],
+    "additionalProperties": False,
+}
+ANSWER = '{"name": "Bonn", "warm": true}'
+
+
+@pytest.mark.parametrize("form", WITH_MARKS)
+def test_a_text_with_a_form_may_be_calls_instead(forms: Forms, form: CallFormat) -> None:
+    """A model with tools first calls them, and gives the answer with the form in a later turn."""
+    tools, call = RequestedTools(TOOLS, strict=("f",)), WITH_MARKS[form]
+    parsing = Parsing(MessageFormat(form, THINK), tools.names)
+    given = Structure(StructureKind.JSON, json.dumps(WARMTH))
+    for good in (call, ANSWER, f"<think>Hm</think>\n{call}", f"<think>Hm</think>\n{ANSWER}"):
+        assert forms.accepts(*form_of(tools, parsing, given), good), good
+    for bad in ("Hm", f"Look: {call}", f"{ANSWER}{call}", call.replace('"C"', '"K"')):
+        assert not forms.accepts(*form_of(tools, parsing, given), bad), bad
+    over = Parsing(MessageFormat(form), tools.names)
+    assert len(calls_in(call, over)) == 1
+    parser = MessageParser(over, "seed")
+    assert (*parser.push(ANSWER), *parser.finish()) == (Content(ANSWER),)
+
+
+@pytest.mark.parametrize("form", FORCED)
+def test_a_forced_call_leaves_no_text_for_a_form(form: CallFormat) -> None:
+    tools = RequestedTools(TOOLS, ToolChoice.REQUIRED)
+    parsing, given = Parsing(MessageFormat(form), tools.names), Structure(StructureKind.JSON, "")
+    assert structure_of_calls(tools, parsing, given) == structure_of_calls(tools, parsing)
+
+
+@pytest.mark.parametrize("form", [form for form in CallFormat if form not in WITH_MARKS])
+def test_a_form_leaves_no_calls_without_a_mark(form: CallFormat) -> None:
+    parsing, given = Parsing(MessageFormat(form), ("f",)), Structure(StructureKind.JSON, "")
+    assert structure_of_calls(RequestedTools(TOOLS), parsing, given) is None
 
 
 def test_pythonic_calls_cannot_be_forced() -> None:
