@@ -72,8 +72,10 @@ class Account(NoAccount):
     def admitted(self, asked: Sampling = ONE, *, is_further: bool = False) -> Iterator[None]:
         """See `NoAccount.admitted`."""
         name, number = ("n", asked.n) if asked.beam is None else ("beam_width", asked.beam.width)
-        if number > self.key.max_sequences:
-            most = self.key.max_sequences
+        most = self.key.max_sequences
+        if (limit := self.key.max_concurrency) is not None:
+            most = min(most, limit)  # more could not run even alone
+        if number > most:
             raise InvalidRequest(
                 f"{name} is {number}; key {self.key.name} may ask for at most {most}", name
             )

@@ -152,8 +152,12 @@ def test_tokens_that_were_overdrawn_are_paid_back() -> None:
         (Sampling(beam=Beam(3)), "beam_width is 3;"),
     ],
 )
-def test_too_many_sequences_are_refused_with_the_numbers(asked: Sampling, text: str) -> None:
-    one, _ = account(max_sequences=2)
+@pytest.mark.parametrize("limit", ["max_sequences", "max_concurrency"])
+def test_too_many_sequences_are_refused_with_the_numbers(
+    asked: Sampling, text: str, limit: str
+) -> None:
+    """They are too many for ever, so the client must not try again."""
+    one, _ = account(**{limit: 2})
     with one.admitted(Sampling(n=2)):
         assert one.num_sequences == 2
     with pytest.raises(InvalidRequest, match=text):
