@@ -141,7 +141,8 @@ class RequestIdAndErrors:
 
     The answer repeats the client's X-Request-Id unchanged. The id in
     `scope["state"]["request_id"]` has a random suffix, because a proxy that retries sends the same
-    id while the first attempt may still run.
+    id while the first attempt may still run. An endpoint that reads another id in the request's
+    body puts it in that place, and the answer's header has that id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -159,9 +160,10 @@ class RequestIdAndErrors:
             if message["type"] == "http.response.start":
                 started = True
                 headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = given or drawn
+                named = scope["state"]["request_id"]
+                headers[REQUEST_ID_HEADER] = (given or drawn) if named == request_id else named
                 if _is_anthropic(scope):
-                    headers["Request-Id"] = request_id
+                    headers["Request-Id"] = named
             await send(message)
 
         try:
@@ -177,8 +179,13 @@ class RequestIdAndErrors:
 
 def _given_request_id(scope: Scope) -> str | None:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    usable = given.isascii() and given.isprintable() and " " not in given
-    return given if given and usable and len(given) <= _MAX_REQUEST_ID_LENGTH else None
+    return given if can_be_header(given) else None
+
+
+def can_be_header(request_id: str) -> bool:
+    """Whether X-Request-Id can have this id."""
+    is_plain = request_id.isascii() and request_id.isprintable() and " " not in request_id
+    return is_plain and 0 < len(request_id) <= _MAX_REQUEST_ID_LENGTH
 
 
 def _retry_headers(delay_s: float | None) -> dict[str, str]:

@@ -11,6 +11,8 @@ from services.runtime import errors
 
 from .conftest import HI, FakeGenerator
 
+MINE = {"prompt": "a", "request_id": "mine"}
+
 
 async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     (model,) = [model async for model in await client.models.list()]
@@ -44,7 +46,8 @@ async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_request_id_comes_back(http: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    """The client's own id, or a generated one. The generator gets a new id for each retry."""
+    """The client's own id, or a generated one. The generator gets a new id for each retry, unless
+    the body names the request: then that is its only id."""
     headers = {"X-Request-Id": "trace-1"}
     for _ in range(2):
         answer = await http.post("/v1/chat/completions", json=HI, headers=headers)
@@ -52,6 +55,9 @@ async def test_the_request_id_comes_back(http: httpx.AsyncClient, generator: Fak
     first, second = (request.request_id for request in generator.requests)
     assert first != second
     assert first.startswith("trace-1-")
+    for given in (headers, {}):
+        answer = await http.post("/v1/completions", json=MINE, headers=given)
+        assert answer.headers["x-request-id"] == generator.requests[-1].request_id == "mine"
     drawn = await http.get("/health", headers={"X-Request-Id": "not usable"})
     assert len(drawn.headers["x-request-id"]) == 24
 
