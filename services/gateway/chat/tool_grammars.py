@@ -7,7 +7,7 @@ any form, also before one that the client gave.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ _WRITINGS: dict[CallFormat, _Writing] = {
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""
     ),
 }
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without the field `parameters`, as OpenAI's API defines it."""
 _HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
@@ -108,7 +110,7 @@ def _tagged(form: Form) -> Structure:
     return Structure(StructureKind.STRUCTURAL_TAG, text)
 
 
-def _sequence(before: list[Form], form: Form, after: Sequence[Form] = ()) -> Form:
+def _sequence(before: list[Form], form: Mapping[str, Any], after: Sequence[Form] = ()) -> Form:
     return {"type": "sequence", "elements": [*before, form, *after]}
 
 
@@ -145,7 +147,9 @@ def _triggered(tools: RequestedTools, writing: _Writing, trigger: str) -> Form:
 
 
 def _tag(writing: _Writing, function: Any, tools: RequestedTools) -> Form:
-    schema = function.get("parameters") if tools.has_schema(function["name"]) else None
+    schema: Any = None
+    if tools.has_schema(function["name"]):
+        schema = function.get("parameters", _NO_PARAMETERS)
     return {
         "type": "tag",
         "begin": writing.begin.replace("NAME", function["name"]),

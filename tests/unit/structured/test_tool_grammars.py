@@ -103,6 +103,20 @@ def test_only_one_call_may_be_forced(forms: Forms) -> None:
     assert not forms.accepts(*form_of(tools, parsing), f"{CALL}\n{CALL}")
 
 
+@pytest.mark.parametrize(
+    ("more", "takes_any"), [({}, False), ({"parameters": {}}, True)], ids=["absent", "empty"]
+)
+def test_a_function_without_parameters_gets_no_arguments(
+    forms: Forms, more: dict[str, Any], takes_any: bool
+) -> None:
+    definition = {"type": "function", "function": {"name": "ping", **more}}
+    tools = RequestedTools((definition,), ToolChoice.REQUIRED)
+    parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
+    for arguments, is_right in (("{}", True), ('{"any": 1}', takes_any)):
+        text = f'<tool_call>\n{{"name": "ping", "arguments": {arguments}}}\n</tool_call>'
+        assert forms.accepts(*form_of(tools, parsing), text) is is_right, text
+
+
 def test_strict_functions_have_their_schema_within_any_text(forms: Forms) -> None:
     tools = RequestedTools(TOOLS, strict=("f",))
     parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
