@@ -28,6 +28,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 OTHER = {"type": "function", "function": {"name": "g"}}
+FLAT = {"type": "function", "name": "g"}
 JSON_FORMAT = {"response_format": {"type": "json_object"}}
 ANTHROPIC_TOOL = {"name": "look", "input_schema": {"type": "object"}}
 
@@ -40,6 +41,10 @@ def refusal(body: type[Body], fields: dict[str, Any]) -> InvalidRequest:
 
 def tool(**function: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": function}]}
+
+
+def allowed(*tools: dict[str, Any], mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
 def said(**message: Any) -> dict[str, Any]:
@@ -126,6 +131,12 @@ CHATS = [
         "tools[0].function.parameters: parameters: Input should be a valid dictionary",
     ),
     ({**TOOLS, "tool_choice": OTHER}, "tool_choice: 'g' is not one"),
+    ({**TOOLS, "tool_choice": allowed(OTHER)}, "tool_choice: 'g' is not one"),
+    ({**TOOLS, "tool_choice": allowed(mode="required")}, "tool_choice: is for requests with"),
+    (
+        {**TOOLS, "tool_choice": {"type": "custom"}},
+        "tool_choice: expected tags: 'function', 'allowed_tools'",
+    ),
     ({**TOOLS, "tool_choice": "sometimes"}, "tool_choice: Input "),
     ({"tool_choice": "required"}, "tool_choice: is for requests with tools"),
     ({"reasoning_effort": "most"}, "reasoning_effort: Input should be 'none', "),
@@ -176,6 +187,13 @@ RESPONSES = [
         {
             "tools": [{"type": "function", "name": "f"}],
             "tool_choice": {"type": "function", "name": "g"},
+        },
+        "tool_choice: 'g' is not one of",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FLAT]},
         },
         "tool_choice: 'g' is not one of",
     ),

@@ -19,6 +19,7 @@ from services.gateway.api import (
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.http.embeddings import EmbeddingBody
+from services.gateway.http.responses_api.body import ResponsesBody
 from services.runtime.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -178,6 +179,20 @@ def test_the_choice_of_tools_arrives(choice: Any, expected: tuple[ToolChoice, st
     tools = chat(tools=TOOLS, tool_choice=choice).tools
     assert tools is not None
     assert (tools.choice, tools.function) == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_the_allowed_tools_count(mode: str) -> None:
+    names = ("f", "g", "h")
+    offered = [{"type": "function", "function": {"name": name}} for name in names]
+    tools: list[Any] = [*offered[2:0:-1], {"type": "mcp", "server_label": "s"}]
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    asked = chat(tools=offered, tool_choice=choice).tools
+    assert asked == RequestedTools(tuple(offered[1:]), ToolChoice(mode))
+    flat: list[Any] = [{"type": "function", "name": name} for name in names]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [*flat[2:0:-1], tools[-1]]}
+    body = ResponsesBody.model_validate({"input": "Hi", "tools": flat, "tool_choice": choice})
+    assert body.requests("r")[0].tools == asked
 
 
 async def test_number_of_thousands_of_digits_is_refused_by_its_field() -> None:

@@ -38,7 +38,8 @@ from services.gateway.http.bodies.structured import (
     one_structure,
 )
 from services.gateway.http.bodies.tools import (
-    Choice,
+    AllowedChoiceBody,
+    ChatChoice,
     NamedChoiceBody,
     Tools,
     functions_of,
@@ -299,7 +300,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     tools: Tools | None = None
-    tool_choice: Choice | NamedChoiceBody | None = None
+    tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -354,9 +355,16 @@ class ChatBody(GenerationBody):
         return *super().directives(prompt, name), *breakpoints(messages, places)
 
     def requested_tools(self) -> RequestedTools | None:
-        chosen = self.tool_choice
-        choice = chosen.function if isinstance(chosen, NamedChoiceBody) else chosen
-        return requested_tools(functions_of(self.tools), choice, self.parallel_tool_calls)
+        functions, parallel = functions_of(self.tools), self.parallel_tool_calls
+        match self.tool_choice:
+            case NamedChoiceBody(function=function):
+                return requested_tools(functions, function, parallel)
+            case AllowedChoiceBody(allowed_tools=allowed):
+                chosen = [tool for tool in allowed.tools if isinstance(tool, NamedChoiceBody)]
+                names = [tool.function.name for tool in chosen]
+                return requested_tools(functions, allowed.mode, parallel, names)
+            case choice:
+                return requested_tools(functions, choice, parallel)
 
 
 def template_arguments(

@@ -1,6 +1,6 @@
 """Tools and their earlier calls in the bodies of chats, in OpenAI's format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
@@ -56,9 +56,27 @@ class NamedChoiceBody(Body):
     function: NamedFunctionBody
 
 
+NamedTool = Annotated[
+    Annotated[NamedChoiceBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)
+]
+
+
+class AllowedBody(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+class AllowedChoiceBody(Body):
+    """OpenAI's choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedBody
+
+
 Tool = Annotated[Annotated[ToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Choice = Literal["auto", "none", "required"]
+ChatChoice = Choice | Annotated[NamedChoiceBody | AllowedChoiceBody, Discriminator("type")]
 
 
 def functions_of(tools: Sequence[ToolBody | OtherToolBody] | None) -> list[FunctionBody]:
@@ -69,17 +87,23 @@ def requested_tools(
     functions: Sequence[FunctionBody],
     choice: Choice | NamedFunctionBody | None,
     parallel: bool | None,
+    allowed: Collection[str] | None = None,
 ) -> RequestedTools | None:
     """Return the functions of a body; None if it has none. If several have one name, the last one
-    counts. Raises FieldError if the fields do not fit together."""
+    counts. `allowed` are the names of the functions that count; None allows all. Raises FieldError
+    if the fields do not fit together."""
     by_name = {function.name: function for function in functions}
+    name = choice.name if isinstance(choice, NamedFunctionBody) else None
+    named = allowed or ([] if name is None else [name])
+    if by_name and (unknown := [each for each in named if each not in by_name]):
+        raise FieldError("tool_choice", f"tool_choice: {unknown[0]!r} is not one of the tools")
+    if allowed is not None:
+        wanted = frozenset(allowed)
+        by_name = {each: function for each, function in by_name.items() if each in wanted}
     if not by_name:
         if choice not in (None, "auto", "none"):
             raise FieldError("tool_choice", "tool_choice is for requests with tools")
         return None
-    name = choice.name if isinstance(choice, NamedFunctionBody) else None
-    if name is not None and name not in by_name:
-        raise FieldError("tool_choice", f"tool_choice: {name!r} is not one of the tools")
     return RequestedTools(
         tuple(function.definition() for function in by_name.values()),
         ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,

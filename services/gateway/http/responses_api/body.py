@@ -66,6 +66,22 @@ class FunctionChoiceBody(NamedFunctionBody):
     type: Literal["function"]
 
 
+NamedTool = Annotated[
+    Annotated[FunctionChoiceBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)
+]
+
+
+class AllowedChoiceBody(Body):
+    """OpenAI's choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+ObjectChoice = Annotated[FunctionChoiceBody | AllowedChoiceBody, Discriminator("type")]
+
+
 class TextBody(Body):
     format: ResponsesFormat | None = None
 
@@ -100,7 +116,7 @@ class ResponsesBody(SampledBody):
     ] = None
     prompt: Annotated[Any, *_only(f"stored prompts do not exist. {_STATELESS}")] = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | FunctionChoiceBody | None = None
+    tool_choice: Choice | ObjectChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -129,7 +145,7 @@ class ResponsesBody(SampledBody):
     def chosen_json(self) -> Any:
         """The field `tool_choice` of the response."""
         chosen = self.tool_choice
-        return chosen.model_dump() if isinstance(chosen, FunctionChoiceBody) else chosen or "auto"
+        return chosen.model_dump() if isinstance(chosen, Body) else chosen or "auto"
 
     @property
     def functions(self) -> list[FunctionToolBody]:
@@ -137,7 +153,11 @@ class ResponsesBody(SampledBody):
         return [tool for tool in self.tools or () if isinstance(tool, FunctionToolBody)]
 
     def requested_tools(self) -> RequestedTools | None:
-        return requested_tools(self.functions, self.tool_choice, self.parallel_tool_calls)
+        chosen, allowed = self.tool_choice, None
+        if isinstance(chosen, AllowedChoiceBody):
+            named = [tool for tool in chosen.tools if isinstance(tool, FunctionChoiceBody)]
+            chosen, allowed = chosen.mode, [tool.name for tool in named]
+        return requested_tools(self.functions, chosen, self.parallel_tool_calls, allowed)
 
     @property
     def num_logprobs(self) -> int | None:
