@@ -49,6 +49,8 @@ _AT_ONCE = 4
 ends, a request waits already, and yet the queue never holds all of a long list of prompts."""
 
 EmbeddedPrompt = str | Sequence[int]
+PromptFields = Mapping[str, Any]
+"""A prompt as in vLLM: `{"prompt": "a text"}` or `{"prompt_token_ids": [1, 2]}`."""
 Conversation = Sequence[ChatMessage] | Sequence[dict[str, Any]]
 _SAMPLING = TypeAdapter(RequestedSampling)
 
@@ -95,13 +97,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | PromptFields | Sequence[Prompt | PromptFields],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Generate from one text or many, or from one list of token ids or many.
+        """Generate from one text or many, or from one list of token ids or many. Each may stand in
+        a dict, as vLLM's `TextPrompt` or `TokensPrompt`.
 
         `sampling_params` and `lora_request` are for all prompts, or a list with one for each. The
         answers are in the order of the prompts. If a request fails, all others are cancelled, and
@@ -139,7 +142,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: EmbeddedPrompt | Sequence[EmbeddedPrompt],
+        prompts: EmbeddedPrompt | PromptFields | Sequence[EmbeddedPrompt | PromptFields],
         *,
         dimensions: int | None = None,
         use_tqdm: bool = True,
@@ -282,9 +285,25 @@ def _domain_errors() -> Iterator[None]:
         raise kind(str(error), error.code) from error
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    is_one = isinstance(prompts, str) or not prompts or isinstance(prompts[0], (int, ChatMessage))
-    return cast("Sequence[Prompt]", [prompts] if is_one else prompts)
+def _prompts(prompts: Prompt | PromptFields | Sequence[Prompt | PromptFields]) -> list[Prompt]:
+    """The prompts of a call for one or many; an empty list has none. Raises InvalidRequest."""
+    if isinstance(prompts, (str, Mapping)):
+        return [_plain(prompts)]
+    is_one = bool(prompts) and isinstance(prompts[0], (int, ChatMessage))
+    many = [prompts] if is_one else prompts
+    return [_plain(cast("Prompt | PromptFields", one)) for one in many]
+
+
+def _plain(prompt: Prompt | PromptFields) -> Prompt:
+    """The text or the token ids of a prompt. Raises InvalidRequest if a dict has something else."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if not given or given.keys() - {"prompt", "prompt_token_ids"}:
+        text = f"a prompt has prompt or prompt_token_ids, and no other fields, not {[*given]}"
+        raise InvalidRequest(text, "invalid_request")
+    # vLLM's TokensPrompt may have its text too.
+    return cast("Prompt", given.get("prompt_token_ids", given.get("prompt")))
 
 
 def _chat(conversation: Conversation, options: dict[str, Any]) -> GenerationRequest:

@@ -128,6 +128,24 @@ def test_a_stop_string_ends_one_of_several_sequences(llm: LLM) -> None:
     assert stopped.choices[1].stopped_by == stop
 
 
+def test_prompts_may_be_vllms_dicts(llm: LLM) -> None:
+    (of_text,) = llm.generate("a b", GREEDY, use_tqdm=False)
+    text: Any = {"prompt": "a b"}
+    ids: Any = {"prompt_token_ids": list(of_text.prompt_token_ids)}
+    for given in (text, ids, [text, ids, "a b"], [{**ids, "prompt": "c", "cache_salt": None}]):
+        for answer in llm.generate(given, GREEDY, use_tqdm=False):
+            assert answer.token_ids == of_text.token_ids
+    assert llm.embed([text], use_tqdm=False) == llm.embed("a b", use_tqdm=False)
+    for wrong in ({}, {"prompt": None}, {"prompt": "a", "multi_modal_data": {"image": 1}}):
+        with pytest.raises(InvalidRequest, match="a prompt has prompt or prompt_token_ids"):
+            llm.generate(wrong, GREEDY, use_tqdm=False)
+
+
+def test_no_prompts_have_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    assert llm.embed([], use_tqdm=False) == []
+
+
 def test_a_parameter_of_another_type_is_named(llm: LLM) -> None:
     sampling = Sampling(temperature=cast("float", "hot"))
     with pytest.raises(InvalidRequest, match="temperature: Input should be a valid number"):
