@@ -58,8 +58,8 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
     together."""
     if options.models and options.model is not None:
         raise ServeError(f"--model {options.model} and {options.models[0]} both name models")
-    model = DEMO if options.model is None else options.model
-    given = [_split(text) for text in options.models or [model]]
+    only = DEMO if options.model is None else options.model
+    given = [_split(text) for text in options.models or [only]]
     if options.model_name is not None:
         if not options.model_name:
             raise ServeError("--served-model-name is empty: name the model, or leave the flag out")
