@@ -73,6 +73,8 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     calls = [Call(harness.gateway, asked("first"))]
     await until(lambda: "first" in decode.running)
     decode.report(Load(num_free_slots=0))
+    num_reports = decode.num_reports + 2  # by then the gateway has read that no slot is free
+    await until(lambda: decode.num_reports >= num_reports)
     others = {"late": 1, "second": 0, "third": 0, "urgent": -1}
     for num_waiting, (name, priority) in enumerate(others.items(), 1):
         calls.append(Call(harness.gateway, asked(name, priority=priority)))
