@@ -1,9 +1,9 @@
 """Sockets of gateways: sockets of ports, and Unix sockets for operations in the run's directory.
 
-A gateway that restarts uses the same path again. A gateway that starts beside the one in whose
-place it is to serve has a path of its own until it serves, so that the other one's path stays if it
-never does. A starting gateway removes the sockets of dead gateways, such as the socket of a
-container that was killed and replaced.
+A gateway that restarts uses the same path again. During an upgrade the new gateway has a path of
+its own until it serves, so that the old gateway keeps its path if the new one never serves. A
+starting gateway removes the sockets of dead gateways, such as the socket of a container that was
+killed and replaced.
 """
 
 import hashlib

@@ -59,7 +59,7 @@ class LoadedAdapter:
 class Owner:
     """Stands for a sequence in a device's token table, which forgets it when nothing refers to it
     any more. (Flights keep their rows, and a sequence's drafts keep their flights: if a row had the
-    sequence itself, that would never end.)"""
+    sequence itself, none of them would ever be freed.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Row:
     num_unknown: int = 0
     """The number of drafts before the first token of which the host does not know yet whether they
     are accepted. `start` and the positions of the draws are those behind no accepted draft; the
-    device adds the number of accepted drafts. All tokens of such a row are on the device, and it
-    has no `draw_behind`."""
+    device adds the number of accepted drafts. All tokens of such a row are on the device. No row of
+    such a step has a `draw_behind`."""
     draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
     """The function that makes the row's one draw from its one token, which is on the device, if
     penalties or a grammar depend on the token; `draws` has the draw without them."""

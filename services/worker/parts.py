@@ -49,7 +49,8 @@ async def make_parts(
     stack: AsyncExitStack,
 ) -> tuple[WorkerParts, Works]:
     """Make the parts of a worker on `pools`: its own, and its swap pool if it has one. `stack`
-    closes them. Returns them with the works that run as long as the worker is on its pool."""
+    closes the parts. Returns the parts with the works that run as long as the worker is on its
+    pool."""
     limits, own = loaded.limits, pools[0]
     tracer = stack.enter_context(open_tracer(settings, settings.otlp_endpoint))
     registry = CollectorRegistry()

@@ -18,6 +18,7 @@ from kvops import Backend
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.reference import ReferenceKernels
 from services.engine.batch import Draw, Owner, Row, RowResult
+from services.engine.device.graphs import GraphShape, graph_shapes
 from services.engine.models import load_model
 from services.engine.models.decoder import ComposedModel
 from services.engine.runner import Runner
@@ -79,6 +80,11 @@ def planned_kernels() -> Iterator[PlannedBackends]:
             super().__init__(*args, **kwargs)
             wrappers.append(self)
 
+        def plan(self, qo_indptr: Tensor, *args: Any, **kwargs: Any) -> None:
+            if not self.plans:
+                self.query_len = int(qo_indptr.diff().max())
+            super().plan(qo_indptr, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         stand_in = ModuleType("flashinfer")
         stand_in.__dict__.update(vars(flashinfer_stand_in))
@@ -89,6 +95,13 @@ def planned_kernels() -> Iterator[PlannedBackends]:
 
         names = ("__init__", "plan", "_planned_wrapper", "_wrapper", "paged_attention")
         methods = {name: vars(FlashInferKernels)[name] for name in names}
+
+        def owned(kernels: Any, *args: Any) -> Any:
+            wrapper = FlashInferKernels._wrapper(kernels, *args)
+            wrapper.owner = kernels
+            return wrapper
+
+        methods["_wrapper"] = owned
         kernels = type("Planned", (LaunchedKernels,), {**methods, "needs_plan": True})
         patch.setattr("kvops.attention.flashinfer._SPLIT", 8)
         yield PlannedBackends(kernels, wrappers)
@@ -119,6 +132,9 @@ class DeviceRunner(Runner):
             return self.graphs[-1]
 
         self.capture_graphs(max_rows, max_tokens, new_graph, max_lora_rank)
+        with_adapters = max_lora_rank > 0 and self._ops.has_low_rank
+        shapes = reversed(graph_shapes(max_rows, max_tokens, with_adapters=with_adapters))
+        self.graph_of = dict[GraphShape, RecordedGraph](zip(shapes, self.graphs, strict=True))
         return self
 
     @property

@@ -19,7 +19,6 @@ from services.engine.batch import Row
 from services.engine.device.graphs import GraphShape, graph_shapes
 
 from .graph_steps import (
-    MAX_ROWS,
     PROMPTS,
     SIZE,
     DeviceRunner,
@@ -52,9 +51,9 @@ class CountedKernels(LaunchedKernels):
 def replays(runner: DeviceRunner) -> dict[int, int]:
     """The replays of the graphs of more tokens than a decode step has rows, by their tokens."""
     found = Counter[int]()
-    for graph in runner.graphs:
-        if graph.num_tokens > MAX_ROWS:
-            found[graph.num_tokens] += graph.num_replays
+    for shape, graph in runner.graph_of.items():
+        if shape.query_len > 1:
+            found[shape.num_tokens] += graph.num_replays
     return dict(found)
 
 
@@ -68,7 +67,7 @@ def test_a_short_new_part_behind_a_cached_prefix_is_a_replay(checkpoint: Path) -
     before = kernels.num_linears
     (result,) = runner.launch([Row(prompt[16:], 16, blocks, draws=(GREEDY,))]).result()
     assert kernels.num_linears - before == 1  # the head
-    assert replays(runner) == {8: 0, 16: 1, 32: 0, 64: 1}
+    assert replays(runner) == {4: 0, 8: 0, 16: 1, 32: 0, 64: 1}
     assert only(result) == Oracle(checkpoint).answer(prompt).token_ids[0]
 
 
@@ -80,7 +79,7 @@ def test_chunks_and_decode_steps_in_turn_give_the_tokens_of_transformers(checkpo
     for i, prompt in enumerate(PROMPTS):
         known = oracle.answer(prompt).token_ids
         assert found[i][: len(known)] == known[: len(found[i])]
-    assert replays(runner) == {8: 1, 16: 2, 32: 0, 64: 0}  # 5, 9 and 13 tokens
+    assert replays(runner) == {4: 1, 8: 1, 16: 2, 32: 0, 64: 0}  # 5, 9 and 13 tokens
 
 
 def test_a_step_mixes_chunks_and_decoding_rows(checkpoint: Path) -> None:
@@ -117,7 +116,7 @@ def test_padded_tokens_write_nothing_and_change_no_bit(checkpoint: Path) -> None
     full = runner.hidden([row, other])
     runner.kv[1:] = 7.0
     assert torch.equal(runner.hidden([row]), full)
-    assert replays(runner) == {8: 2}
+    assert replays(runner) == {4: 0, 8: 2}
     assert runner.kv[0].isnan().all(), "padded rows name this block"
     first, *_ = table(0)
     changed = (runner.kv != 7.0).flatten(1).any(dim=1).nonzero().flatten().tolist()
@@ -125,12 +124,12 @@ def test_padded_tokens_write_nothing_and_change_no_bit(checkpoint: Path) -> None
 
 
 def test_all_states_of_a_prompt_may_be_wanted(checkpoint: Path) -> None:
-    row = Row((5, 6, 7, 8, 9), 0, table(0), num_states=5)
+    row = Row((5, 6, 7), 0, table(0), num_states=3)
     graphed, eager = (
         DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels())) for _ in range(2)
     )
     found = graphed.with_graphs(8).hidden([row])
-    assert replays(graphed)[8] == 1
+    assert replays(graphed)[4] == 1
     torch.testing.assert_close(found, eager.hidden([row]))
 
 
@@ -140,8 +139,8 @@ def test_flashinfer_plans_chunks_for_their_graphs(checkpoint: Path) -> None:
         graphed = DeviceRunner(checkpoint, torch.bfloat16, new()).with_graphs(16)
         wanted = generate(eager, PROMPTS, [GREEDY] * 6)
         assert generate(graphed, PROMPTS, [GREEDY] * 6) == wanted
-        assert sum(replays(graphed).values()) == 3
-        assert {8, 16} <= new.rows_of_graphs().keys()
+        assert sum(replays(graphed).values()) == 4
+        assert {4, 8, 16} <= {one.query_len for one in new.wrappers if one.in_graph}
 
 
 def test_a_graph_s_partial_results_fit_into_its_workspace() -> None:

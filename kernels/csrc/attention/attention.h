@@ -201,7 +201,7 @@ class AttentionRows {
   const int num_steps_;  // words, for tiles padded with zeros
   int num_rows_ = 0;     // (query, head) pairs
   Multiplier<dtype> multiply_;
-  bool takes_whole_ = true;         // whether hidden values change no sums
+  bool takes_whole_ = true;         // whether all values of the tile are taken
   TileScales scales_;               // if KV is in int8
   int64_t tokens_[kAttentionRows];  // token indices of the rows' queries
   int positions_[kAttentionRows];

@@ -131,8 +131,8 @@ class DecodeQuery {
   const AttentionScratch at_;
   const int group_;                    // query heads of a key/value head
   const int num_heads_, num_rows_;     // key/value heads; queries of all heads
-  const int first_head_;               // of the queries
-  const int num_words_;                // of a head
+  const int first_head_;               // the first query head
+  const int num_words_;                // the words of a head
   const int64_t head_bytes_, stride_;  // from head to head, from position to position
   const int32_t* table_;
   const int end_, begin_;  // the query sees positions [begin_, end_)

@@ -32,8 +32,9 @@ def load(
     model: Annotated[str, Option(help="the model that it is for; default: the only one")] = "",
 ) -> None:
     """Serve an adapter."""
+    path = str(directory.expanduser().absolute())
     with gateway.connect() as client:
-        print(f"{name} is served, on {client.load_adapter(name, str(directory.absolute()), model)}")
+        print(f"{name} is served, on {client.load_adapter(name, path, model)}")
 
 
 def unload(name: _Name, gateway: OperationsFlags) -> None:

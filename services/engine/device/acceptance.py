@@ -22,8 +22,8 @@ from services.engine.sampling.sampling_batch import SamplingBatch
 
 
 def draft_places(batch: SamplingBatch, ends: Indices, table: TokenTable) -> dict[str, Indices]:
-    """The arrays that `num_accepted` needs, and for the table its result; none if no row has
-    drafts. `ends` are the ends of the rows in the tokens of the step."""
+    """The arrays that `num_accepted` needs, and those with which the table writes its result. There
+    are none if no row has drafts. `ends` are the ends of the rows in the tokens of the step."""
     if not any(row.num_drafts for row in batch.rows):
         return {}
     lens = np.array([row.num_drafts for row in batch.rows], np.int64)

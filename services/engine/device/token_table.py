@@ -21,14 +21,15 @@ from services.engine.device.inputs import Indices
 from services.engine.sampling.sampling_batch import SamplingBatch
 
 _WIDTH = 256
-"""The number of last positions that the table keeps: more than two steps with drafts have."""
+"""The number of last positions that the table keeps, more than two steps with the most drafts have:
+2 * 65."""
 
 _FIRST_ENTRIES = 64
 
 
 class TokenTable:
     """A table that grows by doubling. An entry is free again when its sequence is gone. Entry 0
-    belongs to no sequence: what is written there is read by nobody."""
+    belongs to no sequence: nobody reads the tokens that steps write there."""
 
     def __init__(self, device: torch.device) -> None:
         self._tokens = torch.zeros(1, _WIDTH, dtype=torch.int64, device=device)
@@ -38,7 +39,8 @@ class TokenTable:
 
     def read_places(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
         """The arrays that `read` needs; none if the host knows all tokens. `ends` are the ends of
-        the rows in the tokens of the step. Raises ValueError if no step has drawn a row's token."""
+        the rows in the tokens of the step. Raises ValueError if no step has drawn a token of a
+        row's sequence."""
         tokens, entries = list[int](), list[int]()
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.num_on_device:
@@ -57,7 +59,8 @@ class TokenTable:
             placed["token_ids"].index_copy_(0, places, tokens)
 
     def entry_of(self, row: Row) -> int:
-        """Raises ValueError if no step has drawn a token of the row's sequence."""
+        """Returns the entry of the row's sequence. Raises ValueError if no step has drawn a token
+        of the sequence."""
         entry = None if row.owner is None else self._entries.get(row.owner)
         if entry is None:
             raise ValueError("a row takes a token that no step has drawn on the device")
@@ -68,8 +71,8 @@ class TokenTable:
         return self._accepted[entries]
 
     def draw_places(self, batch: SamplingBatch) -> dict[str, Indices]:
-        """The arrays that `write` needs: the entries of the draws. Draws of several sequences after
-        the same tokens go nowhere."""
+        """The arrays that `write` needs: the entries of the draws. The table writes
+        the draws of several sequences after the same tokens to entry 0."""
         entries = list[int]()
         for row in batch.rows:
             is_alone = row.num_drafts > 0 or len(row.draws) == 1
@@ -77,13 +80,13 @@ class TokenTable:
         return {"draw_entries": np.array(entries, np.int64)}
 
     def write(self, placed: Mapping[str, Tensor], positions: Tensor, drawn: Tensor) -> None:
-        """Keep the tokens that a step has drawn, for these positions. After a fault it is any
-        token, since the result is dropped."""
+        """Writes the tokens that a step has drawn, for these positions. A row with a fault writes
+        any token, since its result is dropped."""
         self._tokens[placed["draw_entries"], positions % _WIDTH] = drawn.clamp(min=0)
 
     def write_accepted(self, placed: Mapping[str, Tensor], accepted: Tensor) -> None:
-        """Keep the numbers of accepted drafts of all rows, and their tokens before the drafts,
-        which the next step of a draft model reads if none is accepted."""
+        """Writes the numbers of accepted drafts of all rows, and the rows' tokens before the
+        drafts, which the next step of a draft model reads if none is accepted."""
         entries, bases = placed["row_entries"], placed["bases"]
         self._accepted[entries] = accepted
         self._tokens[entries, placed["positions"][bases] % _WIDTH] = placed["token_ids"][bases]

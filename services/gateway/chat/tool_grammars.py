@@ -72,8 +72,8 @@ def structure_of_calls(
 
     A forced call leaves no text for the form that the client gave, which is valid. Otherwise the
     text has that form or is calls, if calls begin with a mark: without one, a grammar cannot tell
-    the first tokens of a call from those of the form. Raises InvalidRequest if the model must make
-    calls in a format for which there is no grammar.
+    the first tokens of a call from the first tokens of the form. Raises InvalidRequest if the model
+    must make calls in a format for which there is no grammar.
     """
     calls = parsing.format.calls
     writing = _WRITINGS.get(calls) if calls else None

@@ -42,7 +42,7 @@ from services.gateway.http.failures import (
     REQUEST_ID_HEADER,
     RequestIdAndErrors,
     answer_http_exception,
-    can_be_header,
+    name_request,
     refusal_of,
 )
 from services.gateway.http.messages_api.answer import MessageAnswer
@@ -202,8 +202,7 @@ class _Endpoints:
         except (InvalidRequest, HTTPException) as error:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
-        if body.request_id and can_be_header(body.request_id):
-            request.state.request_id = body.request_id
+        name_request(request, body.request_id)
         return body, body.request_id or request.state.request_id, timeout_s
 
     def _model(self, name: str | None) -> Callable[[], str]:

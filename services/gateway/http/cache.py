@@ -18,6 +18,7 @@ from services.gateway.http.answering.sending import Json
 from services.gateway.http.bodies.fields import Integers
 from services.gateway.http.bodies.reading import read_body
 from services.gateway.http.bodies.retention import Ttl
+from services.gateway.http.failures import name_request
 from services.gateway.http.tokens import TokenizeBody
 
 
@@ -56,6 +57,7 @@ class CacheEndpoints:
 
     async def _retain(self, request: Request) -> Response:
         body = await read_body(request, CacheBody)
+        name_request(request, body.request_id)
         asked = body.to_request(request.state.request_id)
         if not body.warm:
             return Json(self._answer(retained_json(await self._generator.retain(asked)), None))

@@ -179,10 +179,16 @@ class RequestIdAndErrors:
 
 def _given_request_id(scope: Scope) -> str | None:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    return given if can_be_header(given) else None
+    return given if _can_be_header(given) else None
 
 
-def can_be_header(request_id: str) -> bool:
+def name_request(request: Request, given: str | None) -> None:
+    """Let the answer's header have the id that the body gives, if a header can carry it."""
+    if given and _can_be_header(given):
+        request.state.request_id = given
+
+
+def _can_be_header(request_id: str) -> bool:
     """Whether X-Request-Id can have this id."""
     is_plain = request_id.isascii() and request_id.isprintable() and " " not in request_id
     return is_plain and 0 < len(request_id) <= _MAX_REQUEST_ID_LENGTH

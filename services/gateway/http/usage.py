@@ -16,7 +16,7 @@ from services.gateway.http.answering.sending import Json
 from services.runtime.usage import KEPT_S, used_since
 
 _MINUTE_S = 60
-"""Usage is counted by the minute, and the clock of a client may differ as much."""
+"""Usage is counted by the minute, and the clock of a client may differ by as much."""
 
 
 def usage_route(registry: Registry) -> Route:

@@ -25,8 +25,8 @@ MAX_UNREAD_TOKENS = 8192
 """Unread tokens of one sequence above which a request is cancelled."""
 
 MAX_STALL_S = 15.0
-"""The longest time between two reads of a client before its request is cancelled. It is compared
-when tokens come."""
+"""The longest time between two reads of a client before its request is cancelled. The request's
+tokens that arrive are the moments at which it is checked."""
 
 
 class Meter(Protocol):

@@ -109,9 +109,9 @@ class RpcServer:
 
     async def start_local(self, socket: Path, host: str, port: int | None) -> int | None:
         """Listen on a Unix socket that only this user's processes may open, and on `port` if it is
-        given; returns the port. The socket gets its name after the bind, because gRPC at its end
-        removes what is at the path that it has bound, and that may then be another process's
-        socket. Raises StartupError."""
+        given; returns the port. The socket gets its name after the bind: at its end gRPC removes
+        the file at the path that it has bound, and by then another process may have its socket
+        there. Raises StartupError."""
         try:
             usual = os.umask(0o077)  # to set the mode after the bind would be too late
             try:

@@ -145,7 +145,7 @@ class Role(ABC, Generic[J]):
         async def begin() -> None:
             failure: InvalidRequest | None = None
             try:
-                await asyncio.wrap_future(grammar.compiled)
+                await asyncio.shield(asyncio.wrap_future(grammar.compiled))
             except InvalidRequest as error:
                 failure = error
             if job.state is not State.RUNNING or job.ending:  # it has ended meanwhile

@@ -71,7 +71,9 @@ async def test_a_prefix_is_retained_by_name(
 ) -> None:
     """It is computed with one token of an answer, unless the client does not want that."""
     body = {"name": "p", "ttl": 60, "model": "org/tiny", **prefix}
-    warm = (await http.post("/v1/cache", json=body)).json()
+    answer = await http.post("/v1/cache", json={**body, "request_id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    warm = answer.json()
     marked = (await http.post("/v1/cache", json={**body, "warm": False})).json()
     expires_at = warm.pop("expires_at")
     usage = warm.pop("usage")

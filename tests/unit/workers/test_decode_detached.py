@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -157,14 +158,27 @@ async def another_decode_worker(pair: WorkerPair) -> PoolWorker[Decode]:
     return PoolWorker(parts, Decode)
 
 
+class ShortStore(MemoryStore):
+    """Counts the extensions that it has refused."""
+
+    num_refused = 0
+
+    async def extend(self, *args: Any) -> Any:
+        extension = await super().extend(*args)
+        self.num_refused += any(grown.error for grown in extension.grown)
+        return extension
+
+
 async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_it(
     make_pair: MakePair,
 ) -> None:
     """It had 12 slots for 13 tokens; the worker that claims it gets the fourth block."""
-    pair = await make_pair(num_blocks=4)
+    store = ShortStore()
+    pair = await make_pair(num_blocks=4, store=store)
     await pair.store.allocate("pool", "in the way", "Prefill", 9, [], 1)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
     await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
+    await pair.until(lambda: store.num_refused > 0)
     detached = await handed_over(pair, "r1")
     assert len(detached.sequences[0].block_ids) == 3
     await pair.store.release("pool", "in the way", 1)

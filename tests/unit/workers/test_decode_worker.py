@@ -223,6 +223,20 @@ async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
     )
 
 
+async def test_a_worker_that_ends_cancels_no_compilation_that_others_need(pair: WorkerPair) -> None:
+    """The grammars outlive the worker's role: the next role would get a cancelled compilation."""
+    grammars = pair.prefill.grammars = SlowGrammars()  # type: ignore[assignment]
+    asked = ticket("r1", PROMPT)
+    structure = Structure(StructureKind.REGEX, "a")
+    asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
+    pair.prefill.role.submit(pair.session, asked)
+    await pair.until(lambda: bool(pair.prefill.role.running))
+    pair.prefill.role.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    await pair.prefill.stop()
+    assert not grammars.compiled.cancelled()
+
+
 async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: WorkerPair) -> None:
     """The gateway gets the one of the two that came first."""
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=2))

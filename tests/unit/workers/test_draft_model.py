@@ -202,6 +202,10 @@ def test_the_sequence_that_was_not_asked_for_the_longest_time_gives_up_its_block
     assert drafts.computing.num_tokens == before + 8 + 29 + 4
     rows.clear()
     assert drafts.model.num_free_blocks == 20
+    pair = [sequence(30, index=number) for number in range(2)]  # no block is given twice
+    for _ in range(2):
+        assert drafts.ask(*pair) == [right(one) for one in pair]
+    assert drafts.model.num_free_blocks == 20 - 2 * 9
 
 
 def test_sequences_that_are_asked_for_together_take_no_blocks_from_each_other() -> None:

@@ -116,8 +116,8 @@ def requested_tools(
 def arguments_of(value: Any, *, may_be_cut: bool = False) -> dict[str, Any]:
     """The arguments of an earlier call as an object, as chat templates want them. A model may have
     written anything, and a limit may have cut it: what is no object counts as an empty one. The
-    object's text may itself stand in a JSON string. `may_be_cut`: a text that ends within the
-    object has the fields that are complete, as Anthropic's client reads a stream."""
+    object's text may itself stand in a JSON string. With `may_be_cut`, a text that ends
+    within the object has the fields that are complete, as Anthropic's client reads a stream."""
     for _ in range(2):
         if isinstance(value, str):
             try:

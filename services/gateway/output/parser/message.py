@@ -99,8 +99,8 @@ class MessageParser:
         return self._writer.take()
 
     def finish(self, *, by_token: bool = False) -> tuple[Part, ...]:
-        """The last parts, at the end of the text. `by_token`: a token that is no text ended it, and
-        not a stop string or a limit."""
+        """The last parts, at the end of the text. `by_token` says that a token without text
+        ended it, and not a stop string or a limit."""
         self._reader.end()
         next(self._reading, None)
         if by_token and self._ends_calls_by_token:
