@@ -134,7 +134,7 @@ def random_prompt(steps: Steps, length: int, draw: torch.Generator) -> list[int]
 
 
 def figures(args: Options) -> Iterator[Any]:
-    """What the command measures, each of which is a line as text."""
+    """Yields the measurements of the command; the text of each is a line."""
     backend = kvops.backend(args.backend)
     if backend.native is not None:
         backend.native.assign([Lane(cpu) for cpu in args.cpus] or [Lane()] * args.threads)

@@ -82,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """What one row measures."""
+    """The case that one row measures."""
 
     num_streams: int
     over: str

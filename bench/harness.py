@@ -1,4 +1,4 @@
-"""What the benchmarks share: options of a command, measurements in turn, and tables."""
+"""Options of a command, measurements in turn, and tables, for all benchmarks."""
 
 import argparse
 import math

@@ -79,7 +79,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one model has decoded in a round."""
+    """The answers of one model in a round."""
 
     answers: Sequence[Completion]
     rate: float

@@ -121,8 +121,8 @@ class LateFlight:
 
 @dataclass(slots=True)
 class Entry:
-    """What the devices know of a sequence: its tokens by position, and how many drafts its last
-    step with drafts accepted. `last` is the last flight of the sequence that is not computed."""
+    """A sequence's entry on the devices: its tokens by position, and the number of drafts that its
+    last step with drafts accepted. `last` is the sequence's last flight that is not computed."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     accepted: int = 0

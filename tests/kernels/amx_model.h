@@ -1,6 +1,7 @@
 // The instructions of AMX, modelled in C++ from Intel's manual (Software Developer's Manual, volume
 // 2, LDTILECFG to TILEZERO): included before the code that uses the intrinsics, it replaces them.
-// What raises a fault on a CPU ends the program. The order of the sums is in isa/tiles.h.
+// An instruction that raises a fault on a CPU ends the program. The order of the sums is in
+// isa/tiles.h.
 #pragma once
 
 #include <immintrin.h>

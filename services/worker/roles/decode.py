@@ -74,7 +74,7 @@ class Decode(Role[DecodeJob]):
         """The gateway and the number of the decode slots that are kept for each attempt."""
         self._swapping = asyncio.Lock()
         self._outputs: dict[Session, list[Generated]] = {}
-        """What each gateway gets of the step that is being applied."""
+        """The outputs of the step that is being applied, for each gateway."""
 
     # Commands of gateways.
 
